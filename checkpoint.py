@@ -1,0 +1,298 @@
+"""What outlives a process: the state of a run, its checkpoints, its log, and the signals that end it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+
+from common import Meter, NoAverage, Scaler, Stopped, UsageError, broadcast_object, is_distributed, is_rank0, print0, to_device
+
+FORMAT = 1  # of a checkpoint; raised when its keys change
+MAX_SKIPPED_IN_A_ROW = 10
+# Options that may differ when a run is resumed, because the run they describe is the same one.
+HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
+HARMLESS |= {"device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile", "channels_last"}
+HARMLESS |= {"deterministic", "find_unused_parameters"}
+
+
+@dataclasses.dataclass
+class State:
+    """All that a run is, and what a checkpoint holds: `epoch` and the `step` within it say what comes next."""
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: Scaler
+    average: AveragedModel | NoAverage
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    best: float | None = None
+
+    def averaged(self) -> nn.Module:
+        """Return the network to evaluate: the average if one is kept."""
+        return self.average.module if getattr(self.average, "n_averaged", 0) else self.net
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return plain tensors and plain Python values only, with names as in the bare model."""
+        parts = {name: getattr(self, name).state_dict() for name in ("optimizer", "scheduler", "scaler")}
+        parts["average"] = {name.removeprefix("module."): value for name, value in self.average.state_dict().items()}
+        position = {name: getattr(self, name) for name in ("epoch", "step", "global_step", "best")}
+        return {"format": FORMAT, "model": self.net.state_dict(), **parts, **position}
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
+            group["fused"] = now["fused"]  # belongs to the device, which may be another one
+        self.net.load_state_dict(checkpoint["model"])
+        for name in ("optimizer", "scheduler", "scaler"):
+            getattr(self, name).load_state_dict(checkpoint[name])
+        average = checkpoint["average"].items()
+        self.average.load_state_dict({name if name == "n_averaged" else f"module.{name}": value for name, value in average})
+        for name in ("epoch", "step", "global_step", "best"):
+            setattr(self, name, checkpoint[name])
+        schedule = zip(self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas)
+        for group, peak, factor in schedule:  # as a function of the step, so that more --epochs take effect at once
+            group["lr"] = peak * factor(self.global_step)
+
+
+def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint so that a crash, a kill or a full disk at any instant leaves the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename is atomic only within a file system
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data must be on the disk before the name points to it
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)  # and the name too
+    os.close(folder)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU; `weights_only` refuses anything but tensors and plain values, so that no code in the file runs."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise UsageError(f"--resume {path}: no such file") from error
+    except Exception as error:  # a truncated, damaged or hostile file raises almost anything
+        raise UsageError(f"--resume {path}: not a readable checkpoint ({str(error).splitlines()[0]})") from error
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
+    return checkpoint
+
+
+def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
+    """Refuse to resume under options that would silently make it another run."""
+    for name, now in vars(args).items():
+        then = config.get(name, now)
+        if name == "task":
+            then, now = Path(then).name, Path(now).name
+        if name not in HARMLESS and then != now:
+            raise UsageError(f"--{name.replace('_', '-')} {now}: {path} was made with {then}; use that, or start anew without --resume")
+
+
+def non_finite(checkpoint: dict[str, Any]) -> list[str]:
+    """Return the names of the model's and the average's tensors that hold a NaN or an infinity."""
+    tensors = {**checkpoint["model"], **checkpoint["average"]}
+    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+
+
+class StopSignal:
+    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) ask for a stop at a step boundary, the same one on every rank.
+
+    The agreement of one step is collected during the next, so that no rank ever waits for it.
+    """
+
+    CODES: ClassVar = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
+
+    def __init__(self) -> None:
+        self.received, self.pending = 0, None
+        for number in self.CODES:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self.received = max(self.received, list(self.CODES).index(number) + 1)
+
+    def agreed(self) -> signal.Signals | None:
+        """Call once a step on every rank; return the signal on which all ranks stop now."""
+        if not is_distributed():
+            flag = self.received
+        else:
+            flag = 0
+            if self.pending is not None:
+                work, tensor = self.pending
+                work.wait()
+                flag = int(tensor)
+            tensor = torch.tensor(self.received)
+            self.pending = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True), tensor
+        return list(self.CODES)[flag - 1] if flag else None
+
+
+class Run:
+    """The files and the terminal of one run: metrics.jsonl, checkpoints, lines, progress bar. Only rank 0 writes; the rest is the same.
+
+    Creating it restores `state` from `--resume`.
+    """
+
+    def __init__(self, args: argparse.Namespace, state: State, steps_per_epoch: int, device: torch.device) -> None:
+        self.args, self.state, self.steps_per_epoch, self.device = args, state, steps_per_epoch, device
+        self.meter, self.stop, self.bar = Meter(device), StopSignal(), None
+        checkpoint = error = None
+        if is_rank0():
+            try:
+                checkpoint = self._open()
+            except (UsageError, OSError) as problem:
+                error = problem if isinstance(problem, UsageError) else UsageError(f"--output-dir {args.output_dir}: {problem}")
+        checkpoint, error = broadcast_object((checkpoint, error))
+        if error:
+            raise error
+        if checkpoint:
+            state.restore(checkpoint)
+            if is_rank0():  # the sums since the last log line are those of all ranks: one of them carries them on
+                self.meter.restore(checkpoint["log"])
+            print0(f"resumed at epoch {state.epoch + 1}, step {state.step}")
+
+    def _open(self) -> dict[str, Any] | None:
+        """Make the folder, lock it, find the checkpoint, and cut the log back to it. Rank 0 only."""
+        args = self.args
+        self.folder = Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        path = self.folder / "last.pt" if args.resume == "auto" else Path(args.resume) if args.resume else None
+        checkpoint = load_checkpoint(path) if path and (path.exists() or args.resume != "auto") else None
+        if checkpoint and not args.eval_only:
+            check_config(args, checkpoint["config"], path)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.folder / "metrics.jsonl", "a+")  # noqa: SIM115 (open, and locked, as long as the run)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"--output-dir {self.folder}: another run is writing there; choose another folder") from error
+        if not args.eval_only:
+            self.file.truncate(self._kept_bytes(checkpoint))
+        print(f"output folder: {self.folder}", flush=True)
+        return checkpoint
+
+    def _kept_bytes(self, checkpoint: dict[str, Any] | None) -> int:
+        """Length of the part of metrics.jsonl that was written before the checkpoint; the rest will be written again."""
+        kept = 0
+        self.file.seek(0)
+        for line in self.file if checkpoint else ():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                break
+            done = entry["epoch"] < checkpoint["epoch"] if entry["event"] == "eval" else entry["global_step"] <= checkpoint["global_step"]
+            if not done or not line.endswith("\n"):
+                break
+            kept += len(line.encode())
+        return kept
+
+    def batches(self, loader: DataLoader) -> Iterator[Any]:
+        """Yield the batches that are left of the epoch, on the device, behind a progress bar if someone is watching."""
+        loader.batch_sampler.set_position(self.state.epoch, self.state.step)
+        self.clock = time.perf_counter()
+        if is_rank0() and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            title = f"epoch {self.state.epoch + 1}/{self.args.epochs}"
+            self.bar = tqdm(total=self.steps_per_epoch, initial=self.state.step, desc=title, leave=False, dynamic_ncols=True)
+        for batch in loader:
+            yield to_device(batch, self.device)
+        if self.bar is not None:
+            self.bar = self.bar.close()
+
+    def end_step(self, grad_norm: Tensor) -> None:
+        """Count the step; log, save, or stop if it is time for it. Call it on every rank after each optimizer step."""
+        state, args = self.state, self.args
+        lr = state.optimizer.param_groups[0]["lr"]
+        state.scheduler.step()
+        state.step += 1
+        state.global_step += 1
+        swa = args.average == "swa" and state.step == self.steps_per_epoch and state.epoch >= args.epochs * 3 // 4
+        if args.average == "ema" or swa:
+            state.average.update_parameters(state.net)
+        if self.bar is not None:
+            self.bar.update()
+        if state.global_step % MAX_SKIPPED_IN_A_ROW == 0 and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise Stopped(3, f"diverged: {MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients, up to step {state.global_step}")
+        if state.global_step % args.log_every == 0 or state.step == self.steps_per_epoch:
+            self._log_train(lr, grad_norm)
+        stop = self.stop.agreed()
+        if stop or (args.save_every and state.global_step % args.save_every == 0):
+            self.save("last.pt")
+        if stop:
+            raise Stopped(StopSignal.CODES[stop], f"stopped by {stop.name} after saving step {state.global_step}")
+
+    def _log_train(self, lr: float, grad_norm: Tensor) -> None:
+        state, means, skipped = self.state, self.meter.mean(), int(self.state.scaler.skipped.item())
+        now = time.perf_counter()
+        line = {
+            "event": "train",
+            "epoch": state.epoch,
+            "step": state.step,
+            "global_step": state.global_step,
+            "loss": means["loss"],
+            "lr": lr,
+        }
+        line |= {"images_per_s": means["count"] / (now - self.clock), "grad_norm": grad_norm.item(), "skipped": skipped}
+        self.clock = now
+        self.meter.clear()
+        state.scaler.skipped.zero_()
+        warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
+        text = f"loss {line['loss']:.6f}  lr {lr:.5f}  {line['images_per_s']:.0f} images/s{warning}"
+        self._write(line, f"epoch {state.epoch + 1}/{self.args.epochs}  step {state.step}/{self.steps_per_epoch}  {text}")
+
+    def log_eval(self, metrics: dict[str, float]) -> None:
+        """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
+        values = "  ".join(f"{name} {value:.6f}" for name, value in metrics.items() if name != "count")
+        line = {"event": "eval", "epoch": self.state.epoch, "global_step": self.state.global_step, **metrics}
+        self._write(line, f"epoch {self.state.epoch + 1}/{self.args.epochs}  eval  {values}  ({metrics['count']} samples)")
+
+    def _write(self, line: dict[str, Any], text: str) -> None:
+        if not is_rank0():
+            return
+        (self.bar.write if self.bar is not None else print)(text)
+        plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        self.file.write(json.dumps(plain) + "\n")
+        self.file.flush()
+
+    def end_epoch(self, metrics: dict[str, float]) -> None:
+        """Log the evaluation, count the epoch, and write last.pt, and best.pt if this was the best. Call it on every rank."""
+        state, score = self.state, next(value for name, value in metrics.items() if name != "loss")
+        self.log_eval(metrics)
+        state.epoch, state.step = state.epoch + 1, 0
+        best = state.best is None or score > state.best
+        state.best = score if best else state.best
+        kept = [f"epoch-{state.epoch:04}.pt"] if self.args.keep_every and state.epoch % self.args.keep_every == 0 else []
+        self.save("last.pt", *(["best.pt"] if best else []), *kept)
+
+    def save(self, *names: str) -> None:
+        """Write the checkpoint under these names. Call it on every rank: the sums since the last log line are reduced."""
+        totals = self.meter.totals()
+        if not is_rank0():
+            return
+        checkpoint = {**self.state.checkpoint(), "log": totals, "config": vars(self.args)}
+        if bad := non_finite(checkpoint):
+            print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
+            return
+        os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log
+        for name in names:
+            save_checkpoint(checkpoint, self.folder / name)

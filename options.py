@@ -1,0 +1,240 @@
+"""The command line of the four scripts: one list of options, and every check that can be made before a process is started.
+
+`python options.py MODE N [options]` checks a command line and starts nothing; `run.sh` calls it before it starts N processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class UsageError(Exception):
+    """The user asked for something that cannot work; the message names the option, what was given and what would work. Exit code 2."""
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """An argparse type: a finite number of `kind` in [low, high]."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not low <= value <= high or not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"must be {f'{low} to {high}' if high < math.inf else f'at least {low}'}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    return parse
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
+
+
+def build_parser(mode: str) -> argparse.ArgumentParser:
+    """The options of all four scripts, the same names and defaults in each; only how many devices to use belongs to the mode."""
+    positive, whole, fraction = number(int, 1), number(int, 0), number(float, 0, 1)
+    boolean = {"action": argparse.BooleanOptionalAction, "default": False}
+    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    group = parser.add_argument_group("data")
+    datasets = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "synthetic"]
+    group.add_argument("--dataset", choices=datasets, default="digits", help="what the default task trains on")
+    group.add_argument("--data-dir", metavar="DIR", help="where the data set's files are; digits and synthetic need none")
+    group.add_argument("--download", **boolean, help="fetch the data set into --data-dir where it is missing")
+    group.add_argument("--image-size", type=number(int, 8), metavar="N", help="side of the square images of imagefolder and synthetic")
+    group.add_argument(
+        "--workers", type=whole, metavar="N", help="loader processes per device (default: 0 for data in memory, else its cores)"
+    )
+
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default="digitnet", metavar="NAME", help="digitnet, resnet9, or any torchvision classification model")
+    group.add_argument("--freeze", nargs="+", default=[], metavar="PATTERN", help="do not train parameters with these names, as 'conv*'")
+    group.add_argument("--task", default=str(Path(__file__).with_name("task.py")), metavar="FILE.py", help="the problem to train on")
+
+    group = parser.add_argument_group("optimization")
+    group.add_argument("--epochs", type=positive, default=30, metavar="N", help="passes over the training set")
+    group.add_argument("--batch-size", type=positive, default=64, metavar="N", help="samples in one optimizer step, over all devices")
+    group.add_argument(
+        "--accum-steps", type=positive, default=1, metavar="N", help="micro-batches that a device cuts its share of a step into"
+    )
+    group.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="update rule")
+    group.add_argument("--lr", type=number(float, 0), default=0.1, metavar="X", help="peak learning rate")
+    group.add_argument("--momentum", type=fraction, default=0.9, metavar="X", help="of sgd; the first beta of adamw")
+    group.add_argument("--nesterov", **boolean, help="Nesterov momentum, sgd only")
+    group.add_argument("--weight-decay", type=number(float, 0), default=1e-3, metavar="X", help="on every parameter")
+    group.add_argument("--schedule", choices=["constant", "cosine", "step", "cyclic"], default="cosine", help="learning rate over the run")
+    group.add_argument(
+        "--warmup-epochs", type=number(float, 0), default=2.0, metavar="X", help="linear rise of the learning rate at the start"
+    )
+    group.add_argument(
+        "--step-epochs", type=positive, nargs="+", default=[], metavar="N", help="step: epochs of the drops; cyclic: cycle length"
+    )
+    group.add_argument(
+        "--step-gamma", type=fraction, default=0.1, metavar="X", help="step: factor of a drop; cyclic: lowest / highest rate"
+    )
+    group.add_argument(
+        "--scale-lr", choices=["none", "linear", "sqrt"], default="none", help="multiply --lr by the world size, or its root"
+    )
+    group.add_argument(
+        "--clip-grad-norm", type=number(float, 1e-12), metavar="X", help="largest norm of the whole gradient (default: no limit)"
+    )
+    group.add_argument("--label-smoothing", type=fraction, default=0.1, metavar="X", help="probability given to the wrong classes")
+    group.add_argument("--average", choices=["none", "ema", "swa"], default="none", help="evaluate an average of the weights")
+
+    group = parser.add_argument_group("speed and precision")
+    group.add_argument("--amp", choices=["off", "bf16", "fp16"], default="off", help="automatic mixed precision")
+    group.add_argument("--compile", **boolean, help="torch.compile the model")
+    group.add_argument("--channels-last", **boolean, help="store images and filters as NHWC")
+    group.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of the parameters; float64 is for proofs")
+
+    group = parser.add_argument_group("distribution")
+    group.add_argument("--sync-bn", **boolean, help="BatchNorm statistics over the global batch (no effect on one device)")
+    group.add_argument(
+        "--grad-compress", choices=["none", "bf16", "fp16", "powersgd"], default="none", help="send smaller gradients (ddp, spawn)"
+    )
+    group.add_argument("--find-unused-parameters", **boolean, help="for a model that does not use all its parameters in every step")
+    group.add_argument(
+        "--timeout", type=number(float, 1), default=600, metavar="SECONDS", help="a rank that is silent for so long ends the job"
+    )
+    group.add_argument(
+        "--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # old launchers pass it; LOCAL_RANK is read instead
+    if mode == "dp":
+        group.add_argument("--replicas", type=positive, metavar="N", help="devices (default: all accelerators, or 2 on CPU)")
+    if mode == "spawn":
+        group.add_argument("--nproc", type=positive, metavar="N", help="processes on this machine (default: all accelerators, or 2 on CPU)")
+        group.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines")
+        group.add_argument("--node-rank", type=whole, default=0, metavar="N", help="number of this machine")
+        group.add_argument("--dist-url", metavar="tcp://HOST:PORT", help="where the machine with --node-rank 0 listens")
+
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="of initial weights, order, augmentation, dropout"
+    )
+    group.add_argument("--output-dir", metavar="DIR", help="for checkpoints and metrics.jsonl (default: a new folder under runs/)")
+    group.add_argument("--resume", metavar="auto|FILE", help="go on from a checkpoint; auto: from last.pt in --output-dir if it is there")
+    group.add_argument("--save-every", type=positive, metavar="STEPS", help="write last.pt this often, not only after each epoch")
+    group.add_argument("--keep-every", type=positive, metavar="EPOCHS", help="also keep the checkpoint of every so many epochs")
+    group.add_argument("--eval-only", **boolean, help="evaluate the checkpoint of --resume and leave")
+    group.add_argument("--log-every", type=positive, default=50, metavar="STEPS", help="steps between two lines in the log")
+    group.add_argument("--device", default="auto", metavar="auto|cpu|cuda|...", help="auto takes the accelerator if there is one")
+    group.add_argument("--deterministic", **boolean, help="slower kernels that give the same bits in every run")
+    return parser
+
+
+def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
+    """Parse and check the command line of a mode; for ddp, `world_size` is the launcher's (or what it is going to be)."""
+    args = build_parser(mode).parse_args(argv)
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1)) if mode == "ddp" else 1
+    device_type = resolve_device_type(args.device)
+    available = 1 if device_type == "cpu" else torch.accelerator.device_count()
+    if option := {"dp": "replicas", "spawn": "nproc"}.get(mode):
+        if getattr(args, option) is None:
+            setattr(args, option, available if device_type != "cpu" else 2)
+        world_size = getattr(args, option) * getattr(args, "nnodes", 1)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if mode == "ddp" else world_size // getattr(args, "nnodes", 1)
+
+    if device_type != "cpu" and local_world_size > available:
+        raise UsageError(f"{local_world_size} processes or replicas, but only {available} accelerators; use {available}, or --device cpu")
+    if args.batch_size < world_size * args.accum_steps:
+        pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
+        raise UsageError(f"--batch-size {args.batch_size} cannot be cut into {pieces}; it must be at least {world_size * args.accum_steps}")
+    if args.amp == "fp16" and args.dtype == "float64":
+        raise UsageError("--amp fp16 computes in half precision and --dtype float64 in double; choose one (--amp off or --dtype float32)")
+    if args.schedule == "step" and not args.step_epochs:
+        raise UsageError("--schedule step needs --step-epochs, the epochs at which the learning rate drops, as --step-epochs 15 25")
+    if args.nesterov and (args.optimizer != "sgd" or args.momentum == 0):
+        raise UsageError(f"--nesterov needs --optimizer sgd and a momentum above 0, got {args.optimizer} and {args.momentum}")
+    if mode == "dp" and args.sync_bn:
+        raise UsageError("--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn, or leave it out")
+    if mode in ("single", "dp") and args.grad_compress != "none":
+        raise UsageError(
+            f"--grad-compress {args.grad_compress}: there is nothing to send in one process; use ddp or spawn, or leave it out"
+        )
+    if mode == "spawn" and args.nnodes > 1 and not args.dist_url:
+        raise UsageError(f"--nnodes {args.nnodes} needs --dist-url tcp://HOST:PORT, the address of the machine with --node-rank 0")
+    if mode == "spawn" and args.node_rank >= args.nnodes:
+        raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
+    if args.dataset not in ("digits", "synthetic"):
+        if args.data_dir is None:
+            raise UsageError(f"--dataset {args.dataset} needs --data-dir, the folder with its files")
+        if not args.download and not Path(args.data_dir).is_dir():
+            raise UsageError(f"--data-dir {args.data_dir}: no such folder")
+    if args.eval_only and not args.resume:
+        raise UsageError("--eval-only needs --resume FILE, the checkpoint to evaluate")
+    if args.resume == "auto" and not args.output_dir:
+        raise UsageError("--resume auto needs --output-dir, the folder whose last.pt it looks for")
+    if args.resume not in (None, "auto") and not Path(args.resume).is_file():
+        raise UsageError(f"--resume {args.resume}: no such file")
+    if args.output_dir and args.resume is None and (Path(args.output_dir) / "last.pt").exists():
+        raise UsageError(f"--output-dir {args.output_dir} already holds a run; continue it with --resume auto, or choose another folder")
+    return args
+
+
+def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
+    """Load the four functions of `--task`, with options filled into the keyword-only parameters of the loss and the metrics."""
+    path = Path(args.task)
+    if not path.is_file():
+        raise UsageError(f"--task {path}: no such file")
+    name = path.stem if path.resolve().parent == Path(__file__).resolve().parent else f"task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+    if missing := [name for name in names if not callable(getattr(module, name, None))]:
+        raise UsageError(f"--task {path} must define {', '.join(names)}; missing: {', '.join(missing)}")
+    task = types.SimpleNamespace(**{name: getattr(module, name) for name in names})
+    for name in names[2:]:
+        function = getattr(module, name)
+        options = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        if unknown := [option for option in options if not hasattr(args, option)]:
+            raise UsageError(f"--task {path}: {name} asks for {', '.join(unknown)}, which is no option")
+        setattr(task, name, _bind(function, {option: getattr(args, option) for option in options}))
+    return task
+
+
+def _bind(function: Callable, options: dict[str, Any]) -> Callable:
+    return lambda outputs, targets: function(outputs, targets, **options)
+
+
+def resolve_device_type(name: str) -> str:
+    """`auto` is the accelerator if there is one, else cpu; a named device must be here."""
+    found = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if name not in ("auto", "cpu", found):
+        raise UsageError(f"--device {name}: not on this machine; available: auto, cpu{f', {found}' if found != 'cpu' else ''}")
+    return found if name == "auto" else name
+
+
+def check(mode: str, devices: int, argv: list[str]) -> None:
+    """Raise UsageError for anything that N processes would only find out after they were started."""
+    world_size = devices if mode != "single" else 1
+    argv = {"dp": ["--replicas", str(devices)], "spawn": ["--nproc", str(devices)]}.get(mode, []) + argv
+    args = parse_args(mode, argv, world_size)
+    task = load_task(args)
+    train, held_out = task.build_datasets(args)
+    with torch.device("meta"):
+        task.build_model(args)
+    if args.batch_size > len(train):
+        raise UsageError(f"--batch-size {args.batch_size} is larger than the training set ({len(train)} samples): an epoch would be empty")
+    if len(held_out) == 0:
+        raise UsageError("the evaluation set is empty")
+
+
+if __name__ == "__main__":
+    import options  # once more, under the name by which the task's errors know it
+
+    try:
+        options.check(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    except options.UsageError as problem:
+        sys.exit(print(f"train_{sys.argv[1]}.py: error: {problem}", file=sys.stderr) or 2)

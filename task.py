@@ -1,0 +1,222 @@
+"""The part you replace: the data, the model, the loss and the metrics of one problem. Here: image classification.
+
+A task is any file with these four functions (`--task FILE.py`); no other file knows the problem, and this one knows nothing of devices.
+
+    build_datasets(args) -> (train, val)                 map-style; a sample is (input, target), nested tensors
+    build_model(args) -> nn.Module                        called with the random state seeded by --seed
+    per_sample_loss(outputs, targets) -> Tensor [n]       differentiable; keyword-only parameters are filled from the options they name
+    per_sample_metrics(outputs, targets) -> {name: [n]}   the first one, higher is better, decides which checkpoint is `best.pt`
+
+Losses and metrics are per sample because sums of those are exact however a batch is cut; an average of averages is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import common
+
+# name: (channels, image size, classes, mean, standard deviation), the last two on the scale 0..255 of the stored bytes
+DATASETS = {
+    "digits": (1, 8, 10, (73.3,), (90.2,)),
+    "mnist": (1, 28, 10, (33.3,), (78.6,)),
+    "fashion-mnist": (1, 28, 10, (72.9,), (90.0,)),
+    "cifar10": (3, 32, 10, (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
+    "cifar100": (3, 32, 100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4)),
+    "imagefolder": (3, 224, None, (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)),
+    "synthetic": (3, 224, 1000, (127.5, 127.5, 127.5), (73.6, 73.6, 73.6)),
+}
+TORCHVISION_CLASS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+
+
+class ImagesInMemory(Dataset):
+    """Images in memory, fetched and augmented a whole batch at a time.
+
+    images uint8 [N, C, H, W], labels int64 [N]; `shift` is the largest random shift in pixels, `flip` mirrors every second image.
+    A sample is (uint8 [C, H, W], int64 []), a pure function of (seed, epoch, index): the same at any world size, worker count or resume.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, *, shift: int = 0, flip: bool = False, seed: int = 0) -> None:
+        height, width = images.shape[-2:]
+        padded = F.pad(images, (shift,) * 4) if shift else images
+        self.windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view [N, C, 2 shift + 1, 2 shift + 1, H, W]
+        self.labels, self.shift, self.flip, self.seed, self.epoch = labels, shift, flip, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        index = torch.as_tensor(indices)
+        draws = torch.from_numpy(common.keyed_uniform(self.seed, self.epoch, index.numpy(), 3))
+        rows, columns = (draws[:, :2] * (2 * self.shift + 1)).long().unbind(1)
+        images = self.windows[index, :, rows, columns]
+        if self.flip:
+            images = torch.where((draws[:, 2] < 0.5).view(-1, 1, 1, 1), images.flip(-1), images)
+        return images, self.labels[index]
+
+
+def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Return the training set (augmented) and the held-out set of `--dataset`."""
+    if args.dataset == "digits":
+        with np.load(Path(__file__).with_name("data") / "digits.npz") as file:
+            images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 to 0..240, to fill the byte
+            labels = torch.from_numpy(file["labels"]).long()
+        train = ImagesInMemory(images[:1437], labels[:1437], shift=1, seed=args.seed)
+        return train, ImagesInMemory(images[1437:], labels[1437:])
+    if args.dataset == "imagefolder":
+        return image_folders(args)
+    if args.dataset == "synthetic":  # a view of one random image: costs no memory and no time, for benchmarks
+        channels, size, classes = DATASETS["synthetic"][:3]
+        size = args.image_size or size
+        image = torch.randint(0, 256, (1, channels, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        return tuple(ImagesInMemory(image.expand(n, -1, -1, -1), torch.arange(n) % classes) for n in (10_000, 1_000))
+    return torchvision_arrays(args)
+
+
+def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100 from torchvision's files, held in memory; `--download` fetches what is missing."""
+    from torchvision import datasets
+
+    flip = args.dataset != "mnist"
+    sets = []
+    for train in (True, False):
+        try:
+            source = getattr(datasets, TORCHVISION_CLASS[args.dataset])(args.data_dir, train=train, download=args.download)
+        except RuntimeError as error:
+            raise common.UsageError(f"--data-dir {args.data_dir}: no {args.dataset} here; --download fetches it ({error})") from error
+        images = torch.as_tensor(source.data)
+        images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
+        augment = {"shift": images.shape[-1] // 8, "flip": flip, "seed": args.seed} if train else {}
+        sets.append(ImagesInMemory(images, torch.as_tensor(source.targets), **augment))
+    return sets[0], sets[1]
+
+
+def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """`--data-dir` with one folder a class under train/ and under val/ or test/; JPEG or PNG of any size."""
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    root = Path(args.data_dir)
+    held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if not (root / "train").is_dir() or held_out is None:
+        raise common.UsageError(f"--data-dir {root}: needs train/ and val/ (or test/), each with one folder a class")
+    size = args.image_size or DATASETS["imagefolder"][1]
+    if size >= 64:  # the usual recipe for photographs
+        crop = v2.RandomResizedCrop(size, antialias=True)
+        centre = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size)])
+    else:  # small images are drawn to fill the frame: cutting a seventh off would cut into the object
+        crop = v2.Compose([v2.Resize((size, size), antialias=True), v2.RandomCrop(size, padding=size // 8)])
+        centre = v2.Resize((size, size), antialias=True)
+    augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    return ImageFolder(root / "train", augment), ImageFolder(held_out, v2.Compose([centre, v2.PILToTensor()]))
+
+
+class DigitNet(nn.Module):
+    """Three convolutions for 8×8 digits, [n, 1, H, W] -> [n, classes].
+
+    No BatchNorm and no dropout: what depends on how a batch is cut would make its numbers depend on the mode.
+    """
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 48, 3, padding=1)
+        self.conv2 = nn.Conv2d(48, 48, 3, padding=1)
+        self.conv3 = nn.Conv2d(48, 96, 3, padding=1)
+        self.head = nn.Linear(96 * 2 * 2, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(images)))), 2)
+        features = F.adaptive_max_pool2d(F.relu(self.conv3(features)), 2)
+        return self.head(features.flatten(1))
+
+
+def conv_bn(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), *pool)
+
+
+class ResNet9(nn.Module):
+    """A small, fast CIFAR network in the style of the DAWNBench entries. [n, channels, 32, 32] -> [n, classes]
+
+    Source: D. Page, "How to train your ResNet", 2018; written anew here.
+    """
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.stem = conv_bn(channels, 64)
+        self.down1 = conv_bn(64, 128, nn.MaxPool2d(2))
+        self.block1 = nn.Sequential(conv_bn(128, 128), conv_bn(128, 128))
+        self.down2 = conv_bn(128, 256, nn.MaxPool2d(2))
+        self.down3 = conv_bn(256, 512, nn.MaxPool2d(2))
+        self.block2 = nn.Sequential(conv_bn(512, 512), conv_bn(512, 512))
+        self.head = nn.Linear(512, classes, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.down1(self.stem(images))
+        features = self.down3(self.down2(features + self.block1(features)))
+        features = F.adaptive_max_pool2d(features + self.block2(features), 1).flatten(1)
+        return self.head(features) * 0.125  # keeps the logits small at the start, where the learning rate is large
+
+
+BUILT_IN = {"digitnet": DigitNet, "resnet9": ResNet9}
+
+
+def build_model(args: argparse.Namespace) -> nn.Module:
+    """Return `--model` for `--dataset`; it takes uint8 images and normalises them on its own device: a quarter of the bytes to move."""
+    channels, _, classes, mean, std = DATASETS[args.dataset]
+    if args.dataset == "imagefolder":
+        classes = sum(folder.is_dir() for folder in (Path(args.data_dir) / "train").iterdir())
+    if args.model in BUILT_IN:
+        model = BUILT_IN[args.model](channels, classes)
+    else:
+        from torchvision import models
+
+        known = models.list_models(module=models)
+        if args.model not in known:
+            close = difflib.get_close_matches(args.model, [*BUILT_IN, *known], 3) or BUILT_IN
+            raise common.UsageError(
+                f"--model {args.model}: unknown; close names: {', '.join(close)}; any torchvision classification model works"
+            )
+        model = models.get_model(args.model, weights=None, num_classes=classes)
+    model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=getattr(torch, args.dtype)))
+    return model
+
+
+def normalize(module: nn.Module, inputs: tuple[Tensor], *, mean: tuple, std: tuple, dtype: torch.dtype) -> tuple[Tensor]:
+    """Turn uint8 images [n, C, H, W] into numbers with about zero mean and unit variance; a hook, so that parameter names stay plain."""
+    (images,) = inputs
+    shift, scale = per_channel(mean, images.device, dtype), per_channel(std, images.device, dtype)
+    return ((images.to(dtype) - shift) / scale,)
+
+
+@functools.lru_cache
+def per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[C, 1, 1] on the device, made once: a copy from the host in every step would make the host wait."""
+    return torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)
+
+
+def per_sample_loss(outputs: Tensor, targets: Tensor, *, label_smoothing: float) -> Tensor:
+    """Cross-entropy of each sample: logits [n, classes], labels int64 [n] -> [n]."""
+    return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
+
+
+def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """1.0 where the label is the best guess (top1) or among the best five (top5), else 0.0; each [n]."""
+    guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
+    hits = (guesses == targets.unsqueeze(1)).float()
+    return {"top1": hits[:, 0], "top5": hits.sum(1)}

@@ -1,0 +1,75 @@
+"""Train on one device: `bash run.sh single [options]`, or `python train_single.py [options]`."""
+
+import sys
+from argparse import Namespace
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import common
+from checkpoint import Run, State
+
+
+def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, state: State, run: Run) -> None:
+    """Train from `state.step` to the end of the epoch; one batch of the loader is one optimizer step."""
+    model.train()
+    for batch in run.batches(loader):
+        for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+            common.seed_rng(args.seed, state.global_step, i)
+            with common.autocast(args, run.device):
+                losses = task.per_sample_loss(model(inputs), targets)
+            loss = losses.sum() / args.batch_size
+            state.scaler.scale(loss).backward()
+            run.meter.add(loss=losses)
+        state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient
+        grad_norm = common.clip_grad_norm(state.net, args.clip_grad_norm)
+        state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        run.end_step(grad_norm)
+
+
+@torch.no_grad()
+def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+    """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
+    model.eval()
+    meter = common.Meter(device)
+    for batch in loader:
+        inputs, targets = common.to_device(batch, device)
+        with common.autocast(args, device):
+            outputs = model(inputs)
+            meter.add(loss=task.per_sample_loss(outputs, targets), **task.per_sample_metrics(outputs, targets))
+    return meter.mean()
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = common.parse_args("single", argv)
+    device = common.set_up_device(args)
+    task = common.load_task(args)
+
+    train_set, val_set = task.build_datasets(args)
+    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed)
+    val_sampler = common.ShardSampler(len(val_set), args.batch_size)
+    train_loader = common.build_loader(args, train_set, train_sampler, device)
+    val_loader = common.build_loader(args, val_set, val_sampler, device)
+
+    net = common.build_net(args, task, device)
+    optimizer = common.build_optimizer(args, net)
+    scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
+    state = State(net, optimizer, scheduler, common.Scaler(args, device), common.build_average(args, net))
+    run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
+
+    model = net
+    if args.compile:
+        model.compile()
+
+    if args.eval_only:
+        return run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+    while state.epoch < args.epochs:
+        train_one_epoch(args, task, model, train_loader, state, run)
+        run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
+
+
+if __name__ == "__main__":
+    sys.exit(common.exit_code(main))

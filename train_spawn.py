@@ -1,0 +1,99 @@
+"""Train on N devices, one process each: `bash run.sh spawn N [options]`, or `python train_spawn.py --nproc N [options]`."""
+
+import sys
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import common
+from checkpoint import Run, State
+from replicas import convert_sync_batchnorm
+
+
+def sync_on_last(model: nn.Module, micro_batches: list):  # the gradients of all micro-batches travel once, with the last
+    with model.no_sync():  # forward and backward of the others run in here
+        yield from micro_batches[:-1]
+    yield micro_batches[-1]
+
+
+def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, state: State, run: Run) -> None:
+    """Train from `state.step` to the end of the epoch; one batch of the loader is one optimizer step."""
+    model.train()
+    for batch in run.batches(loader):
+        for i, (inputs, targets) in enumerate(sync_on_last(model, common.split_batch(batch, args.accum_steps))):
+            common.seed_rng(args.seed, state.global_step, i, dist.get_rank())  # every rank drops other units
+            with common.autocast(args, run.device):
+                losses = task.per_sample_loss(model(inputs), targets)
+            loss = losses.sum() * (dist.get_world_size() / args.batch_size)  # DDP's average divides by the world size
+            state.scaler.scale(loss).backward()
+            run.meter.add(loss=losses)
+        state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient
+        grad_norm = common.clip_grad_norm(state.net, args.clip_grad_norm)
+        state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        run.end_step(grad_norm)
+
+
+@torch.no_grad()
+def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+    """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
+    model.eval()
+    meter = common.Meter(device)
+    for batch in loader:
+        inputs, targets = common.to_device(batch, device)
+        with common.autocast(args, device):
+            outputs = model(inputs)
+            meter.add(loss=task.per_sample_loss(outputs, targets), **task.per_sample_metrics(outputs, targets))
+    return meter.mean()
+
+
+def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
+    rank, world_size = args.node_rank * args.nproc + local_rank, args.nnodes * args.nproc
+    device = common.set_up_device(args, local_rank)
+    store = dist.TCPStore(host, port, is_master=False, timeout=common.timeout(args))
+    dist.init_process_group(common.backend(device), store=store, rank=rank, world_size=world_size, timeout=common.timeout(args))
+    task = common.load_task(args)
+
+    train_set, val_set = task.build_datasets(args)
+    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size)
+    val_sampler = common.ShardSampler(len(val_set), args.batch_size, rank, world_size)
+    train_loader = common.build_loader(args, train_set, train_sampler, device)
+    val_loader = common.build_loader(args, val_set, val_sampler, device)
+
+    net = common.build_net(args, task, device)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics over the global batch
+    optimizer = common.build_optimizer(args, net)
+    scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
+    state = State(net, optimizer, scheduler, common.Scaler(args, device), common.build_average(args, net))
+    run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
+
+    model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
+    common.compress_gradients(args, model)
+    if args.compile:
+        model.compile()
+
+    if args.eval_only:
+        return run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+    while state.epoch < args.epochs:
+        train_one_epoch(args, task, model, train_loader, state, run)
+        common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
+        run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = common.parse_args("spawn", argv)
+    host, port = common.rendezvous_address(args)
+    if args.node_rank == 0:  # listens before anyone connects, by default on a port that the system finds free
+        server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        port = server.port
+    return common.join(mp.spawn(common.run_worker, (worker, args, host, port), nprocs=args.nproc, join=False))
+
+
+if __name__ == "__main__":
+    sys.exit(common.exit_code(main))
