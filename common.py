@@ -62,14 +62,15 @@ def exit_code(main: Callable[[], int | None]) -> int:
 # ------------------------------------------------------------------------------------------------------- devices and processes
 
 
-def set_up_device(args: argparse.Namespace, local_rank: int = 0, local_world_size: int = 1) -> torch.device:
+def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics and threads."""
     device_type = resolve_device_type(args.device)
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
     if device_type == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+            processes = getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if args.deterministic else "high")  # high allows TF32 in float32 products
     torch.accelerator.set_device_index(local_rank)

@@ -1,0 +1,26 @@
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+    os.environ.pop(name, None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.accelerator.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_sessionfinish() -> None:
+    harness = sys.modules.get("harness")
+    if harness and harness.scratch_folder.cache_info().currsize:
+        shutil.rmtree(harness.scratch_folder(), ignore_errors=True)

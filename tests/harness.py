@@ -1,0 +1,232 @@
+"""Runs the scripts' own `main` in real processes and returns what they left: exit code, output, log, checkpoint, gradients.
+
+Importing torch takes seconds, so that every rank is a fork of one server that has imported it. What differs from a launch by hand: the
+rendezvous is a file or a port that the system chose, and every rank has one thread. Real launches are in test_run_sh.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import common
+import options
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = ROOT / "tests" / "tasks"
+TIMEOUT = 120  # seconds that any group of processes may take
+
+context = multiprocessing.get_context("forkserver")
+HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
+context.set_forkserver_preload(["harness", "train_ddp", "torch._dynamo", HOOKS])  # the last two, torch imports at the first step
+
+
+@dataclass
+class Result:
+    """What a run left behind. `gradients` holds, per rank, the gradients of each optimizer step that was recorded."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+    gradients: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[dict]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def train_lines(self) -> list[dict]:
+        return [line for line in self.lines if line["event"] == "train"]
+
+    def eval_lines(self) -> list[dict]:
+        return [line for line in self.lines if line["event"] == "eval"]
+
+    def checkpoint(self, name: str = "last.pt") -> dict:
+        return torch.load(self.folder / name, weights_only=True)
+
+
+def run_processes(targets: list[Callable[[], int | None]], folder: Path, timeout: float = TIMEOUT) -> list[tuple[int, str, str]]:
+    """Run each picklable function in a process of its own; return (exit code, stdout, stderr) of each. Nothing outlives the call."""
+    processes = []
+    for i, target in enumerate(targets):
+        processes.append(context.Process(target=_child, args=(target, folder / f"out{i}", folder / f"err{i}")))
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+            if process.exitcode not in (0, None):  # the others may wait for this one: they get a moment, not the whole time-out
+                deadline = min(deadline, time.monotonic() + 20)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [(p.exitcode, (folder / f"out{i}").read_text(), (folder / f"err{i}").read_text()) for i, p in enumerate(processes)]
+
+
+def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        code = target() or 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def group_member(rank: int, world_size: int, meeting_point: str, function: Callable) -> int | None:
+    """Run `function()` as one rank of a gloo group."""
+    from datetime import timedelta
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    code = function()
+    dist.destroy_process_group()
+    return code
+
+
+def in_group(world_size: int, function: Callable[[], None]) -> list[str]:
+    """Run a picklable function on every rank of a gloo group; return what each printed. A rank that raises fails the test."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        members = [functools.partial(group_member, rank, world_size, str(folder / "meet"), function) for rank in range(world_size)]
+        results = run_processes(members, folder)
+    for code, out, err in results:
+        assert code == 0, f"a rank ended with {code}:\n{out}\n{err}"
+    return [out for _, out, _ in results]
+
+
+def _record_gradients(path: Path, steps: int) -> None:
+    recorded: list[dict[str, torch.Tensor]] = []
+
+    def record(optimizer: torch.optim.Optimizer, arguments: tuple, options: dict) -> None:
+        if len(recorded) < steps:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            recorded.append({str(i): p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None})
+            torch.save(recorded, path)
+
+    register_optimizer_step_pre_hook(record)
+
+
+def rank_of_run(
+    mode: str, rank: int, world_size: int, argv: list[str], meeting_point: str, record: Path, steps: int, patch: Callable
+) -> int:
+    """Be one process of a run: call the script's own `main`."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    if mode in ("single", "dp"):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+    _record_gradients(record, steps)
+    script = importlib.import_module(f"train_{mode}")
+    if patch:
+        patch(rank)
+    main = functools.partial(script.main, argv)
+    if mode == "ddp":
+        method = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": world_size}
+        dist.init_process_group = functools.partial(dist.init_process_group, **method)
+    if mode == "spawn":
+        args = options.parse_args("spawn", ["--nproc", str(world_size), *argv])
+        main = functools.partial(script.worker, rank, args, "127.0.0.1", int(meeting_point))
+    return common.exit_code(main)
+
+
+def train(mode: str, n: int, *argv: str, folder: Path, steps: int = 1, patch: Callable | None = None, timeout: float = TIMEOUT) -> Result:
+    """Train with a script in `mode` on `n` devices; record the gradients of the first `steps` optimizer steps.
+
+    `patch(rank)`, picklable, is called in each process after the imports, to break or watch something.
+    """
+    argv = [str(argument) for argument in argv]
+    if "--output-dir" not in argv:
+        argv += ["--output-dir", str(folder / "run")]
+    output = Path(argv[argv.index("--output-dir") + 1])
+    if mode == "dp":
+        argv += ["--replicas", str(n)]
+    processes = n if mode in ("ddp", "spawn") else 1
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        scratch = Path(name)
+        meeting_point = str(scratch / "meet")
+        if mode == "spawn":
+            server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            stack.callback(lambda store=server: None)  # listens until here
+            meeting_point = str(server.port)
+        records = [scratch / f"gradients{rank}" for rank in range(processes)]
+        ranks = range(processes)
+        targets = [functools.partial(rank_of_run, mode, r, processes, argv, meeting_point, records[r], steps, patch) for r in ranks]
+        results = run_processes(targets, scratch, timeout)
+        gradients = [torch.load(path) for path in records if path.exists()]
+    codes = [code for code, _, _ in results]
+    code = next((code for code in codes if code), 0)
+    return Result(code, "".join(out for _, out, _ in results), "".join(err for _, _, err in results), output, gradients)
+
+
+@functools.cache
+def single_run(*argv: str, steps: int = 1) -> Result:
+    """The single-device run of a command line, made once in a test process: what every other mode is compared with."""
+    result = train("single", 1, *argv, folder=Path(tempfile.mkdtemp(prefix="reference-", dir=scratch_folder())), steps=steps)
+    assert result.code == 0, result.err
+    return result
+
+
+@functools.cache
+def scratch_folder() -> str:
+    """A folder that goes with this test process (see conftest.py)."""
+    return tempfile.mkdtemp(prefix="train-tests-")
+
+
+def deviation(value: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any element over the largest element of the whole reference.
+
+    Not tensor by tensor: a bias before a normalisation has zero gradient, and 1e-17 / 1e-17 says nothing.
+    """
+    assert value.keys() == reference.keys() and reference
+    scale = max(tensor.abs().max().item() for tensor in reference.values())
+    assert scale > 1e-6, "the reference is trivially zero"
+    return max((value[name].double() - reference[name].double()).abs().max().item() for name in reference) / scale
+
+
+def compare(result: Result, reference: Result) -> dict[str, float]:
+    """Return the deviations of gradients, parameters, loss trace and evaluation, after checks that the comparison means something."""
+    assert result.code == 0, result.err
+    before, after = reference.train_lines()[0]["loss"], reference.train_lines()[-1]["loss"]
+    assert after < 0.9 * before, f"the reference does not learn: {before} to {after}"
+    names = [name for name in reference.eval_lines()[0] if name not in ("event", "epoch", "global_step")]
+    ours, theirs = ([{name: line[name] for name in names} for line in r.eval_lines()] for r in (result, reference))
+    traces = [[(line["global_step"], line["epoch"], line["step"], line["lr"]) for line in r.train_lines()] for r in (result, reference)]
+    assert traces[0] == traces[1], "steps or learning rates differ"
+    assert len(ours) == len(theirs)
+
+    def worst(pairs: list[tuple[float, float]]) -> float:
+        return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+    return {
+        "gradients": max(deviation(steps[i], reference.gradients[0][i]) for steps in result.gradients for i in range(len(steps))),
+        "parameters": deviation(result.checkpoint()["model"], reference.checkpoint()["model"]),
+        "losses": worst([(a["loss"], b["loss"]) for a, b in zip(result.train_lines(), reference.train_lines())]),
+        "evaluation": worst([(a[name], b[name]) for a, b in zip(ours, theirs) for name in names]),
+    }
+
+
+def make_args(mode: str = "single", *argv: str) -> Namespace:
+    return options.parse_args(mode, list(argv))
