@@ -8,9 +8,11 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -87,17 +89,52 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     os.close(folder)
 
 
+def keep_previous(path: Path) -> None:
+    """Give the file at `path` the second name previous.pt, to fall back to should its successor ever be damaged."""
+    if path.exists():
+        temporary = path.with_name(".previous.pt.tmp")
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, path.with_name("previous.pt"))
+
+
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; `weights_only` refuses anything but tensors and plain values, so that no code in the file runs."""
     try:
+        with zipfile.ZipFile(path) as file:
+            if damaged := file.testzip():  # torch.load does not look at the checksums that torch.save wrote
+                raise ValueError(f"checksum of {damaged} is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise UsageError(f"--resume {path}: no such file") from error
     except Exception as error:  # a truncated, damaged or hostile file raises almost anything
-        raise UsageError(f"--resume {path}: not a readable checkpoint ({str(error).splitlines()[0]})") from error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UsageError(f"--resume {path}: damaged, or not a checkpoint ({reason}); name another file or start anew") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
     return checkpoint
+
+
+def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the checkpoint that `--resume` asks for, if any; `auto` falls back to previous.pt if last.pt is damaged, and says so."""
+    paths = [Path(args.resume)] if args.resume not in (None, "auto") else []
+    if args.resume == "auto":
+        paths = [path for name in ("last.pt", "previous.pt") if (path := Path(args.output_dir) / name).exists()]
+    for i, path in enumerate(paths):
+        try:
+            checkpoint = load_checkpoint(path)
+        except UsageError as error:
+            if i + 1 == len(paths):
+                raise
+            print(f"{error}; falling back to {paths[i + 1]}", file=sys.stderr, flush=True)
+            continue
+        if not args.eval_only:
+            check_config(args, checkpoint["config"], path)
+        return checkpoint
+    return None
 
 
 def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
@@ -175,10 +212,7 @@ class Run:
         """Make the folder, lock it, find the checkpoint, and cut the log back to it. Rank 0 only."""
         args = self.args
         self.folder = Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        path = self.folder / "last.pt" if args.resume == "auto" else Path(args.resume) if args.resume else None
-        checkpoint = load_checkpoint(path) if path and (path.exists() or args.resume != "auto") else None
-        if checkpoint and not args.eval_only:
-            check_config(args, checkpoint["config"], path)
+        checkpoint = find_checkpoint(args)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "metrics.jsonl", "a+")  # noqa: SIM115 (open, and locked, as long as the run)
         try:
@@ -294,5 +328,6 @@ class Run:
             print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
             return
         os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log
+        keep_previous(self.folder / "last.pt")
         for name in names:
             save_checkpoint(checkpoint, self.folder / name)

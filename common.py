@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from options import UsageError, load_task, parse_args, resolve_device_type
+from options import UsageError, check_run, load_task, parse_args, resolve_device_type
 
-__all__ = ["UsageError", "load_task", "parse_args"]
+__all__ = ["UsageError", "check_run", "load_task", "parse_args"]
 
 
 class Stopped(Exception):
@@ -331,6 +331,14 @@ def build_net(args: argparse.Namespace, task: types.SimpleNamespace, device: tor
     """Build the task's model on the device, from `--seed`, with `--freeze` applied."""
     torch.manual_seed(args.seed)
     net = task.build_model(args)
+    if frozen := freeze(args, net):
+        print0(f"frozen: {frozen} of {len(list(net.parameters()))} parameter tensors")
+    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+    return net.to(device, getattr(torch, args.dtype), memory_format=memory_format)
+
+
+def freeze(args: argparse.Namespace, net: nn.Module) -> int:
+    """Stop the training of the parameters whose names match `--freeze`; return how many tensors are frozen."""
     parameters = dict(net.named_parameters())
     for pattern in args.freeze:
         matched = fnmatch.filter(parameters, pattern)
@@ -341,10 +349,7 @@ def build_net(args: argparse.Namespace, task: types.SimpleNamespace, device: tor
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     if frozen == len(parameters):
         raise UsageError(f"--freeze {' '.join(args.freeze)}: nothing is left to train")
-    if frozen:
-        print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    return net.to(device, getattr(torch, args.dtype), memory_format=memory_format)
+    return frozen
 
 
 def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:

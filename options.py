@@ -10,7 +10,9 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import sys
+import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +166,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         )
     if mode == "spawn" and args.nnodes > 1 and not args.dist_url:
         raise UsageError(f"--nnodes {args.nnodes} needs --dist-url tcp://HOST:PORT, the address of the machine with --node-rank 0")
+    if mode == "spawn" and args.dist_url and not re.fullmatch(r"tcp://[^:/]+:\d+", args.dist_url):
+        raise UsageError(f"--dist-url {args.dist_url}: must be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
     if mode == "spawn" and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
     if args.dataset not in ("digits", "synthetic"):
@@ -190,7 +194,11 @@ def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
     name = path.stem if path.resolve().parent == Path(__file__).resolve().parent else f"task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno if not isinstance(error, SyntaxError) else error.lineno
+        raise UsageError(f"--task {path}, line {line}: {type(error).__name__}: {error}") from error
     names = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise UsageError(f"--task {path} must define {', '.join(names)}; missing: {', '.join(missing)}")
@@ -216,25 +224,35 @@ def resolve_device_type(name: str) -> str:
     return found if name == "auto" else name
 
 
-def check(mode: str, devices: int, argv: list[str]) -> None:
-    """Raise UsageError for anything that N processes would only find out after they were started."""
-    world_size = devices if mode != "single" else 1
-    argv = {"dp": ["--replicas", str(devices)], "spawn": ["--nproc", str(devices)]}.get(mode, []) + argv
-    args = parse_args(mode, argv, world_size)
+def check_run(args: argparse.Namespace) -> None:
+    """Raise UsageError for what else would only be found after processes were started: a bad task, data set, model or checkpoint."""
+    from checkpoint import find_checkpoint  # they need this module
+    from common import freeze
+
     task = load_task(args)
     train, held_out = task.build_datasets(args)
-    with torch.device("meta"):
-        task.build_model(args)
     if args.batch_size > len(train):
         raise UsageError(f"--batch-size {args.batch_size} is larger than the training set ({len(train)} samples): an epoch would be empty")
     if len(held_out) == 0:
         raise UsageError("the evaluation set is empty")
+    with torch.device("meta"):
+        freeze(args, task.build_model(args))
+    find_checkpoint(args)
+    if args.output_dir:
+        folder = next(path for path in (Path(args.output_dir).absolute(), *Path(args.output_dir).absolute().parents) if path.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UsageError(f"--output-dir {args.output_dir}: {folder} is {'read-only' if folder.is_dir() else 'not a folder'}")
+
+
+def main(mode: str, devices: int, argv: list[str]) -> None:
+    option = {"dp": ["--replicas", str(devices)], "spawn": ["--nproc", str(devices)]}.get(mode, [])
+    check_run(parse_args(mode, option + argv, devices))
 
 
 if __name__ == "__main__":
-    import options  # once more, under the name by which the task's errors know it
+    import options  # once more, under the name by which the errors of others know it
 
     try:
-        options.check(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+        options.main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
     except options.UsageError as problem:
         sys.exit(print(f"train_{sys.argv[1]}.py: error: {problem}", file=sys.stderr) or 2)

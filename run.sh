@@ -45,15 +45,15 @@ if [[ $mode == test ]]; then
   exec "$python" -m pytest --numprocesses=2 "$@"
 fi
 
-devices=1
-if [[ $mode != single ]]; then
-  if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then
-    devices=$1
-    shift
-    [[ $devices -ge 1 ]] || fail "N = $devices: a run needs at least one device, as in: bash run.sh $mode 2"
-  else
-    devices=$("$python" -c 'import torch; print(torch.accelerator.device_count() or 2)')
-  fi
+if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then
+  devices=$1
+  shift
+  [[ $devices -ge 1 ]] || fail "N = $devices: a run needs at least one device, as in: bash run.sh $mode 2"
+  [[ $mode != single || $devices == 1 ]] || fail "N = $devices: single trains on one device; use: bash run.sh ddp $devices"
+elif [[ $mode == single ]]; then
+  devices=1
+else
+  devices=$("$python" -c 'import torch; print(torch.accelerator.device_count() or 2)')
 fi
 
 "$python" "$here/options.py" "$mode" "$devices" "$@" # refuses bad input before any process of the run is started

@@ -88,6 +88,7 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("spawn", argv)
+    common.check_run(args)  # here, before any process is started
     host, port = common.rendezvous_address(args)
     if args.node_rank == 0:  # listens before anyone connects, by default on a port that the system finds free
         server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)

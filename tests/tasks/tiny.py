@@ -1,0 +1,59 @@
+"""Tiny models on 203 training and 57 held-out digits, so that hundreds of runs take minutes. `--model` is a plus-separated set of parts:
+
+conv (always there), batchnorm, dropout, unused (a layer that no sample uses, and one that few samples do).
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import task
+from task import per_sample_loss, per_sample_metrics
+
+__all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+
+
+def build_datasets(args):
+    train, held_out = task.build_datasets(args)
+    for dataset, length in ((train, 203), (held_out, 57)):
+        dataset.labels = dataset.labels[:length]
+    return train, held_out
+
+
+class Tiny(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(8) if "batchnorm" in parts else nn.Identity()
+        self.conv2 = nn.Conv2d(8, 32, 3, padding=1)
+        self.drop2 = nn.Dropout2d(0.2) if "dropout" in parts else nn.Identity()
+        self.hidden = nn.Linear(128, 32)
+        self.norm3 = nn.BatchNorm1d(32, momentum=None) if "batchnorm" in parts else nn.Identity()
+        self.drop3 = nn.Dropout(0.3) if "dropout" in parts else nn.Identity()
+        if "unused" in parts:
+            self.never, self.rarely = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 10)
+        for module in self.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight)  # learns within twenty steps
+
+    def forward(self, images):
+        features = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
+        features = F.adaptive_max_pool2d(F.relu(self.drop2(self.conv2(features))), 2).flatten(1)
+        features = self.drop3(F.relu(self.norm3(self.hidden(features))))
+        if hasattr(self, "rarely"):  # for one image in twenty: in most steps some ranks do not use the layer, in some steps no rank does
+            chosen = (images.sum((1, 2, 3)) > 9).nonzero().flatten()
+            if len(chosen):
+                features = features.index_add(0, chosen, F.relu(self.rarely(features[chosen])))
+        return self.head(features)
+
+
+def build_model(args):
+    parts = args.model.split("+")
+    assert parts[0] == "conv" and set(parts) <= {"conv", "batchnorm", "dropout", "unused"}, args.model
+    model = Tiny(parts)
+    mean, std = task.DATASETS["digits"][3:]
+    model.register_forward_pre_hook(functools.partial(task.normalize, mean=mean, std=std, dtype=getattr(torch, args.dtype)))
+    return model

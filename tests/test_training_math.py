@@ -1,0 +1,169 @@
+"""The small pieces that training rests on: schedule, reductions, meters, clipping, scaler, averages."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import TASKS, in_group, make_args, single_run, train
+from torch import nn
+
+import common
+
+SMALL = ("--task", str(TASKS / "small.py"), "--dtype", "float64", "--batch-size", "30", "--log-every", "1")
+
+
+def factors(*argv, steps_per_epoch=10):
+    args = make_args("single", *argv)
+    return [common.lr_factor(args, step, steps_per_epoch) for step in range(args.epochs * steps_per_epoch)]
+
+
+def test_warmup_rises_linearly_to_the_peak():
+    values = factors("--epochs", "4", "--schedule", "constant", "--warmup-epochs", "1.5")
+    assert values[:15] == pytest.approx([(step + 1) / 15 for step in range(15)])
+    assert set(values[15:]) == {1.0}
+
+
+def test_cosine_falls_from_one_to_zero_after_the_warmup():
+    values = factors("--epochs", "5", "--warmup-epochs", "1")
+    assert values[10] == 1.0
+    assert values[30] == pytest.approx(0.5), "half-way between the warm-up and the end"
+    assert values[-1] == pytest.approx((1 + math.cos(math.pi * 39 / 40)) / 2)
+    assert sorted(values[10:], reverse=True) == values[10:]
+
+
+def test_step_drops_at_the_given_epochs():
+    values = factors("--epochs", "5", "--schedule", "step", "--step-epochs", "2", "4", "--step-gamma", "0.2", "--warmup-epochs", "0")
+    assert values[:20] == [1.0] * 20
+    assert values[20:40] == pytest.approx([0.2] * 20)
+    assert values[40:] == pytest.approx([0.04] * 10)
+
+
+def test_cyclic_is_a_triangle_between_gamma_and_one():
+    values = factors("--epochs", "4", "--schedule", "cyclic", "--step-epochs", "2", "--step-gamma", "0.1", "--warmup-epochs", "0")
+    assert values[0] == pytest.approx(0.1) and values[10] == pytest.approx(1.0) and values[5] == pytest.approx(0.55)
+    assert values[20:] == pytest.approx(values[:20]), "and again"
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "step", "cyclic"])
+def test_learning_rate_in_the_log_is_the_function_of_the_step(schedule, tmp_path):
+    argv = [*SMALL, "--epochs", "3", "--schedule", schedule, "--step-epochs", "2", "--warmup-epochs", "0.5", "--lr", "0.02"]
+    args = make_args("single", *argv)
+    for accum_steps in ("1", "3"):  # one step is one global batch, however it is cut
+        result = train("single", 1, *argv, "--accum-steps", accum_steps, folder=tmp_path / accum_steps)
+        assert [line["lr"] for line in result.train_lines()] == pytest.approx(
+            [0.02 * common.lr_factor(args, s, 6) for s in range(18)], rel=1e-12
+        )
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])
+@pytest.mark.parametrize("mode", ["dp", "ddp"])
+def test_scale_lr_multiplies_by_the_world_size_only_when_asked(mode, rule, factor, tmp_path):
+    lrs = [line["lr"] for line in train(mode, 4, *SMALL, "--epochs", "1", "--scale-lr", rule, folder=tmp_path).train_lines()]
+    plain = [line["lr"] for line in single_run(*SMALL, "--epochs", "1").train_lines()]
+    assert lrs == pytest.approx([lr * factor for lr in plain], rel=1e-12)
+
+
+def check_reduce_value(world_size):
+    rank = dist.get_rank()
+    value = torch.tensor([1.0 + rank, 10.0 * rank], dtype=torch.float64, requires_grad=True)
+    before = value.detach().clone()
+    total, mean = common.reduce_value(value, average=False), common.reduce_value(value)
+    assert total.tolist() == [sum(1.0 + r for r in range(world_size)), sum(10.0 * r for r in range(world_size))]
+    assert mean.tolist() == pytest.approx([t / world_size for t in total.tolist()])
+    assert value.detach().equal(before) and mean.data_ptr() != value.data_ptr(), "out of place"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reduce_value_sums_or_averages_over_the_ranks_out_of_place(world_size):
+    in_group(world_size, partial(check_reduce_value, world_size))
+
+
+def test_distributed_helpers_are_identities_without_a_process_group():
+    value = torch.tensor([1.0, 2.0])
+    assert common.reduce_value(value).equal(value) and common.reduce_value(value).data_ptr() != value.data_ptr()
+    assert common.reduce_value(value, average=False).equal(value)
+    assert common.broadcast_object({"a": 1}) == {"a": 1}
+
+
+def check_meter_with_empty_and_uneven_shards():
+    rank = dist.get_rank()
+    values = torch.arange(7, dtype=torch.float64)  # 4 on rank 0, 3 on rank 1, none on rank 2
+    mine = {0: values[:4], 1: values[4:], 2: None}[rank]
+    meter = common.Meter(torch.device("cpu"))
+    if mine is not None:
+        for piece in mine.split(2):
+            meter.add(loss=piece.square(), top1=piece)
+    assert meter.mean() == {"loss": 91 / 7, "top1": 3.0, "count": 7}, "a mean of the ranks' means would be another number"
+
+
+def test_meter_is_the_exact_mean_over_uneven_and_empty_shards():
+    in_group(3, check_meter_with_empty_and_uneven_shards)
+
+
+def test_meter_goes_on_from_its_totals():
+    whole, first, second = (common.Meter(torch.device("cpu")) for _ in range(3))
+    values = torch.rand(10)
+    whole.add(loss=values)
+    first.add(loss=values[:3])
+    second.restore(first.totals())
+    second.add(loss=values[3:])
+    assert second.mean() == pytest.approx(whole.mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("limit", [None, 0.1, 1e9])
+def test_clip_grad_norm_returns_the_norm_before(limit):
+    net = nn.Linear(3, 2).double()
+    net(torch.ones(4, 3, dtype=torch.float64)).square().sum().backward()
+    gradients = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    norm = common.clip_grad_norm(net, limit)
+    assert norm.item() == pytest.approx(gradients.norm().item(), rel=1e-12)
+    clipped = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
+    assert clipped.norm().item() == pytest.approx(min(limit or math.inf, norm.item()), rel=1e-4)
+
+
+def one_step(amp, gradient):
+    net = nn.Linear(1, 1, bias=False)
+    args = make_args("single", "--amp", amp)
+    scaler, optimizer = common.Scaler(args, torch.device("cpu")), common.build_optimizer(args, net)
+    before = net.weight.item()
+    scaler.scale(net.weight.sum()).backward()
+    net.weight.grad.fill_(gradient)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return net.weight.item() != before, scaler
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_scaler_skips_and_counts_non_finite_gradients_at_every_precision(amp, bad):
+    stepped, scaler = one_step(amp, 1.0)
+    assert stepped and scaler.skipped == 0 and scaler.in_a_row == 0
+    stepped, scaler = one_step(amp, bad)
+    assert not stepped and scaler.skipped == 1 and scaler.in_a_row == 1
+    assert scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
+
+
+def test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum():
+    """Torch allocates the momentum of fused SGD uninitialised in the first step, and a skipped step leaves it so."""
+    net = nn.Linear(100, 100, bias=False)
+    optimizer = common.build_optimizer(make_args(), net)
+    momentum = optimizer.state[net.weight]["momentum_buffer"]
+    assert momentum.count_nonzero() == 0 and momentum.shape == net.weight.shape
+    expected = torch.optim.SGD([weight := net.weight.detach().clone().requires_grad_()], 0.1, 0.9, weight_decay=1e-3)
+    for _ in range(3):
+        net.weight.grad = torch.ones_like(net.weight)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        expected.step()
+    assert weight.equal(net.weight), "bitwise what torch's own start gives"
+
+
+def test_dropout_seed_of_replica_r_is_that_of_rank_r():
+    common.seed_rng(1, 2, 3)
+    seed = torch.initial_seed()
+    common.seed_rng(1, 2, 3, rank=2)
+    assert torch.initial_seed() == seed + 2
+    assert len({(common.seed_rng(*key), torch.initial_seed())[1] for key in [(1, 2, 3), (0, 2, 3), (1, 1, 3), (1, 2, 0)]}) == 4
