@@ -179,6 +179,26 @@ def sync_buffers(net: nn.Module) -> None:
         raise RuntimeError(f"parameters differ between ranks: {', '.join(different[:5])}; does every forward go through the DDP wrapper?")
 
 
+def repeat_first_backward(args: argparse.Namespace, task: types.SimpleNamespace, model: nn.Module, dataset: Dataset, state: Any) -> None:
+    """In a resumed run, let DDP arrange its buckets as the interrupted run had them, so that the next step is bitwise the same.
+
+    DDP sorts its buckets by the order in which the first backward finished, and the last bit of a sum over three or more ranks depends on
+    where in a bucket a gradient stands. So one backward is run for its order alone; neither weights nor buffers keep a trace of it.
+    """
+    if state.global_step == 0:
+        return
+    device = next(model.parameters()).device
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    inputs, targets = to_device(default_collate([dataset[0], dataset[0]]), device)
+    model.train()
+    with autocast(args, device):
+        losses = task.per_sample_loss(model(inputs), targets)
+    losses.sum().backward()
+    model.zero_grad(set_to_none=True)
+    for buffer, before in buffers:
+        buffer.copy_(before)
+
+
 def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedDataParallel) -> None:
     """Register torch's own communication hook for `--grad-compress`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

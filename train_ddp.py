@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> None:
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
     common.compress_gradients(args, model)
+    common.repeat_first_backward(args, task, model, train_set, state)
     if args.compile:
         model.compile()
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "tasks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)

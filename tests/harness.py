@@ -221,7 +221,9 @@ def compare(result: Result, reference: Result) -> dict[str, float]:
         return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
     return {
-        "gradients": max(deviation(steps[i], reference.gradients[0][i]) for steps in result.gradients for i in range(len(steps))),
+        "gradients": max(
+            [deviation(steps[i], reference.gradients[0][i]) for steps in result.gradients for i in range(len(steps))], default=0.0
+        ),
         "parameters": deviation(result.checkpoint()["model"], reference.checkpoint()["model"]),
         "losses": worst([(a["loss"], b["loss"]) for a, b in zip(result.train_lines(), reference.train_lines())]),
         "evaluation": worst([(a[name], b[name]) for a, b in zip(ours, theirs) for name in names]),
