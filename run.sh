@@ -6,10 +6,7 @@
 set -euo pipefail
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
-fail() {
-  echo "run.sh: error: $*" >&2
-  exit 2
-}
+fail() { echo "run.sh: error: $*" >&2 && exit 2; }
 
 mode=${1:-}
 case $mode in
@@ -56,12 +53,13 @@ else
   devices=$("$python" -c 'import torch; print(torch.accelerator.device_count() or 2)')
 fi
 
+for argument in "$@"; do
+  case $argument in -h | --help) exec "$python" "$here/options.py" "$mode" "$devices" --help ;; esac
+done
 "$python" "$here/options.py" "$mode" "$devices" "$@" # refuses bad input before any process of the run is started
-if [[ -z ${OMP_NUM_THREADS:-} ]]; then # processes with all the cores each would fight for them
-  cores=$(nproc)
-  if [[ $mode == ddp || $mode == spawn ]]; then cores=$((cores / devices)); fi
-  export OMP_NUM_THREADS=$((cores > 0 ? cores : 1))
-fi
+cores=$(nproc) # processes with all the cores each would fight for them
+[[ $mode != ddp && $mode != spawn ]] || cores=$((cores / devices))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 
 case $mode in
   single) exec "$python" "$here/train_single.py" "$@" ;;

@@ -42,7 +42,7 @@ class ImagesInMemory(Dataset):
     """Images in memory, fetched and augmented a whole batch at a time.
 
     images uint8 [N, C, H, W], labels int64 [N]; `shift` is the largest random shift in pixels, `flip` mirrors every second image.
-    A sample is (uint8 [C, H, W], int64 []), a pure function of (seed, epoch, index): the same at any world size, worker count or resume.
+    A sample is (uint8 [C, H, W], int64 []), a pure function of (seed, epoch, index): the same whoever loads it.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, *, shift: int = 0, flip: bool = False, seed: int = 0) -> None:

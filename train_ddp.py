@@ -56,14 +56,14 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
 @record  # torchrun then shows the traceback of the rank that failed first
 def main(argv: list[str] | None = None) -> None:
     args = common.parse_args("ddp", argv)
-    rank, local_rank, world_size = common.launcher_ranks()
-    device = common.set_up_device(args, local_rank)
+    rank, local_rank, world_size = common.launcher_ranks()  # from torchrun's environment
+    device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
     dist.init_process_group(common.backend(device), timeout=common.timeout(args))  # finds the other ranks
     task = common.load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size)
-    val_sampler = common.ShardSampler(len(val_set), args.batch_size, rank, world_size)
+    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # a piece
+    val_sampler = common.ShardSampler(len(val_set), args.batch_size, rank, world_size)  # unpadded
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> None:
     run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
-    common.compress_gradients(args, model)
-    common.repeat_first_backward(args, task, model, train_set, state)
+    common.compress_gradients(args, model)  # on slow links
+    common.repeat_first_backward(args, task, model, train_set, state)  # so that a resumed run is bitwise the same
     if args.compile:
         model.compile()
 

@@ -55,14 +55,14 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
 
 def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
     rank, world_size = args.node_rank * args.nproc + local_rank, args.nnodes * args.nproc
-    device = common.set_up_device(args, local_rank)
+    device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
     store = dist.TCPStore(host, port, is_master=False, timeout=common.timeout(args))
     dist.init_process_group(common.backend(device), store=store, rank=rank, world_size=world_size, timeout=common.timeout(args))
     task = common.load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size)
-    val_sampler = common.ShardSampler(len(val_set), args.batch_size, rank, world_size)
+    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size)  # a piece
+    val_sampler = common.ShardSampler(len(val_set), args.batch_size, rank, world_size)  # unpadded
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 
@@ -74,8 +74,8 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
     run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
-    common.compress_gradients(args, model)
-    common.repeat_first_backward(args, task, model, train_set, state)
+    common.compress_gradients(args, model)  # on slow links
+    common.repeat_first_backward(args, task, model, train_set, state)  # so that a resumed run is bitwise the same
     if args.compile:
         model.compile()
 

@@ -1,0 +1,77 @@
+"""The scripts as a user starts them: `bash run.sh MODE N`, real torchrun, real spawned processes, the default problem."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+
+def run_sh(*arguments, cwd, root=ROOT, timeout=200):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
+    command = ["bash", str(root / "run.sh"), *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def eval_lines(text):
+    return [line for line in text.splitlines() if "  eval  " in line]
+
+
+def test_ddp_4_with_default_options_reads_digits(tmp_path):
+    finished = run_sh("ddp", 4, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    lines = eval_lines(finished.stdout)
+    assert len(lines) == 30, "one line an epoch, from rank 0 alone"
+    top1 = float(re.search(r"top1 ([\d.]+)", lines[-1])[1])
+    assert top1 >= 0.98 and lines[-1].endswith("(360 samples)")
+    (folder,) = (tmp_path / "runs").iterdir()
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert logged[-1]["event"] == "eval" and round(logged[-1]["top1"], 6) == top1
+    assert {path.name for path in folder.iterdir()} == {"last.pt", "previous.pt", "best.pt", "metrics.jsonl"}
+    assert logged[0]["loss"] > 1.5 and logged[-2]["loss"] < 0.6
+
+
+def test_all_modes_print_the_same_evaluation_lines_in_float64(tmp_path):
+    outputs = {}
+    for mode, n in (("single", 1), ("dp", 3), ("ddp", 3), ("spawn", 2)):
+        folder = tmp_path / f"a folder with spaces, {mode}"
+        finished = run_sh(mode, n, "--dtype", "float64", "--epochs", 3, "--output-dir", folder, cwd=tmp_path)
+        assert finished.returncode == 0, finished.stderr
+        outputs[mode] = eval_lines(finished.stdout)
+        assert len(outputs[mode]) == 3 and (folder / "last.pt").exists()
+    assert outputs["single"] == outputs["dp"] == outputs["ddp"] == outputs["spawn"]
+    assert len(set(outputs["single"])) == 3
+
+
+def test_a_folder_with_spaces_and_another_working_directory(tmp_path):
+    copy = tmp_path / "my copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "tests", "runs", "__pycache__"))
+    finished = run_sh("single", "--epochs", 1, "--output-dir", "my run", cwd=tmp_path, root=copy)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "my run" / "last.pt").exists()
+
+
+def test_set_up_is_done_once_when_the_active_python_lacks_something(tmp_path, monkeypatch):
+    """Without a package index, so that nothing is downloaded: what run.sh decides and says, not what pip does."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "requirements.txt").write_text("no-such-package>=1.0\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    finished = run_sh("single", "--help", cwd=tmp_path, root=copy)
+    assert finished.returncode != 0
+    assert "the active Python lacks something that is needed; setting up" in finished.stderr and (copy / ".venv").is_dir()
+
+
+@pytest.mark.parametrize("option", ["--help"])
+def test_help_is_shown_and_nothing_is_started(option, tmp_path):
+    finished = run_sh("ddp", 2, option, cwd=tmp_path)
+    assert finished.returncode == 0 and finished.stdout.count("usage: train_ddp.py") == 1
+    assert "samples in one optimizer step, over all devices" in finished.stdout
+    assert list(tmp_path.iterdir()) == []
