@@ -1,0 +1,111 @@
+"""What the tests of the pitfalls share: a run of a second, and patches that watch or interrupt the ranks of a run.
+
+A patch is called in every process of a run, with its rank, before the script's `main`; see `harness.train`.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+from harness import TASKS, run_processes, scratch_folder, train
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import common
+
+# 203 training samples in batches of 30: 6 steps an epoch, 18 in all; neither 4 ranks nor 4 micro-batches divide a batch
+BASE = ("--task", str(TASKS / "pit_models.py"), "--dtype", "float64", "--device", "cpu", "--epochs", "3", "--batch-size", "30")
+BASE += ("--log-every", "1", "--warmup-epochs", "1", "--timeout", "30")
+
+
+@functools.cache
+def ddp_run(world_size, *argv):
+    """The DDP run of a command line, made once in a test process."""
+    result = train("ddp", world_size, *argv, folder=Path(tempfile.mkdtemp(dir=scratch_folder())))
+    assert result.code == 0, result.err
+    return result
+
+
+def in_process(function):
+    """Run a picklable function in a process of its own; return what it printed. If it raises, the test fails."""
+    with tempfile.TemporaryDirectory() as name:
+        ((code, out, err),) = run_processes([function], Path(name))
+    assert code == 0, err
+    return out
+
+
+def printed(out, name):
+    """The values of all lines `name JSON` in the output."""
+    return [json.loads(line.removeprefix(name)) for line in out.splitlines() if line.startswith(f"{name} ")]
+
+
+def print_batches(rank):
+    """Print `batch [epoch, rank, indices]` for everything that is trained on."""
+    iterate = common.GlobalBatchSampler.__iter__
+
+    def watched(self):
+        for epoch, indices in iterate(self):
+            print("batch", json.dumps([epoch, rank, indices]))
+            yield epoch, indices
+
+    common.GlobalBatchSampler.__iter__ = watched
+
+
+def after_step(step, action):
+    """Call `action()` in this process after its optimizer step number `step`, from 1."""
+    steps = itertools.count(1)
+    register_optimizer_step_post_hook(lambda *_: action() if next(steps) == step else None)
+
+
+def stop_after(step, rank):
+    """SIGTERM for rank 0, as a cluster sends it: the run stops there, or one step later if it has to agree with other ranks."""
+    if rank == 0:
+        after_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def change_loss(change, call):
+    """Let `change(losses)` replace the losses in one call of the task's loss, counted from 0."""
+    load_task, calls = common.load_task, itertools.count()
+
+    def load_changed_task(args):
+        task = load_task(args)
+        loss = task.per_sample_loss
+        task.per_sample_loss = lambda outputs, targets: (change if next(calls) == call else _same)(loss(outputs, targets))
+        return task
+
+    common.load_task = load_changed_task
+
+
+def _same(losses):
+    return losses
+
+
+def on_rank_1(change, call, rank=None):
+    """The same for rank 1 alone; `rank=None`, to be used before ranks are forked, asks at the time."""
+    if rank in (1, None):
+        change_loss(lambda losses: change(losses) if dist.get_rank() == 1 else losses, call)
+
+
+def without_speed(lines):
+    """Lines of metrics.jsonl without what differs from run to run."""
+    return [{key: value for key, value in line.items() if key != "images_per_s"} for line in lines]
+
+
+def launch(*command, timeout=60, **environment):
+    """Run a real command; return (exit code, stdout, stderr). Nothing outlives the call."""
+    environment = {**os.environ, **environment}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.terminate()  # torchrun hands it on to its workers
+                process.wait(35)
+            process.kill()
+    return process.returncode, out, err
