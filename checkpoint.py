@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from common import Meter, NoAverage, Scaler, Stopped, UsageError, broadcast_object, is_distributed, is_rank0, print0, to_device
+from options import restarted
 
 FORMAT = 1  # of a checkpoint; raised when its keys change
 MAX_SKIPPED_IN_A_ROW = 10
@@ -118,11 +119,21 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
+def output_folder(args: argparse.Namespace) -> Path:
+    """`--output-dir`, or a name of its own for every run, which stays the same when torchrun restarts the processes."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    unique = run_id if run_id != "none" else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{unique}")
+
+
 def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     """Return the checkpoint that `--resume` asks for, if any; `auto` falls back to previous.pt if last.pt is damaged, and says so."""
     paths = [Path(args.resume)] if args.resume not in (None, "auto") else []
-    if args.resume == "auto":
-        paths = [path for name in ("last.pt", "previous.pt") if (path := Path(args.output_dir) / name).exists()]
+    if args.resume == "auto" or restarted():
+        own = [path for name in ("last.pt", "previous.pt") if (path := output_folder(args) / name).exists()]
+        if restarted() and not own:
+            raise UsageError("a rank failed before the first checkpoint: starting anew would fail alike; see its traceback above")
+        paths = own or paths
     for i, path in enumerate(paths):
         try:
             checkpoint = load_checkpoint(path)
@@ -211,7 +222,7 @@ class Run:
     def _open(self) -> dict[str, Any] | None:
         """Make the folder, lock it, find the checkpoint, and cut the log back to it. Rank 0 only."""
         args = self.args
-        self.folder = Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        self.folder = output_folder(args)
         checkpoint = find_checkpoint(args)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "metrics.jsonl", "a+")  # noqa: SIM115 (open, and locked, as long as the run)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import ctypes
 import fnmatch
 import functools
 import math
@@ -44,19 +45,33 @@ class Stopped(Exception):
 
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit code: 0 done, 2 bad arguments, 3 diverged, 130/143 stopped by a signal after saving."""
-    code = 0
+    code, message = 0, ""
     try:
         code = main() or 0
     except UsageError as error:
-        print0(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        return 2
+        return announce_end(2, f"error: {error}")
     except Stopped as stop:
-        print0(f"{Path(sys.argv[0]).name}: {stop} (exit code {stop.code})", file=sys.stderr)
-        code = stop.code
+        code, message = stop.code, f"{stop} (exit code {stop.code})"
     if is_distributed():
         dist.barrier()  # a launcher kills the other ranks when one exits with a code: not before rank 0 has saved
+    code = announce_end(code, message) if message else code
+    if is_distributed():
         dist.destroy_process_group()
     return code
+
+
+def announce_end(code: int, message: str) -> int:
+    """Say on rank 0 why the run ends, and return the exit code of this process.
+
+    torchrun would restart processes that ended with a code, and has only 0 and 1 itself. So under `run.sh ddp`, which names the file
+    END_FILE, the code and the message go there, and the process ends with 0.
+    """
+    path = os.environ.get("END_FILE")
+    if path and is_rank0():
+        Path(path).write_text(f"{code} {message}\n")
+    elif not path:
+        print0(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    return 0 if path else code
 
 
 # ------------------------------------------------------------------------------------------------------- devices and processes
@@ -78,12 +93,14 @@ def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device
 
 
 def launcher_ranks() -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) from the variables that torchrun sets."""
+    """Return (rank, local rank, world size) from the variables that torchrun sets, and end with the launcher if it is killed."""
     try:
-        return tuple(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+        rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     except KeyError as error:
         command = "torchrun --standalone --nproc-per-node 2 train_ddp.py [options], or: bash run.sh ddp 2 [options]"
         raise UsageError(f"no launcher ({error} is not set). Start it with {command}") from error
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: what a killed launcher leaves would train on unseen
+    return rank, local_rank, world_size
 
 
 def backend(device: torch.device) -> str:

@@ -181,9 +181,14 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         raise UsageError("--resume auto needs --output-dir, the folder whose last.pt it looks for")
     if args.resume not in (None, "auto") and not Path(args.resume).is_file():
         raise UsageError(f"--resume {args.resume}: no such file")
-    if args.output_dir and args.resume is None and (Path(args.output_dir) / "last.pt").exists():
+    if args.output_dir and args.resume is None and not restarted() and (Path(args.output_dir) / "last.pt").exists():
         raise UsageError(f"--output-dir {args.output_dir} already holds a run; continue it with --resume auto, or choose another folder")
     return args
+
+
+def restarted() -> bool:
+    """Whether torchrun started this process again after a failure (`--max-restarts`): then the run goes on from its last.pt."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
