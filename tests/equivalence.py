@@ -58,8 +58,8 @@ class Bound(NamedTuple):
 EXACT = Bound(1e-12, 1e-10)
 # The hook rounds each rank's gradient, its division by the world size and each of the sums: at most N + 1 = 5 roundings of 2**-9 (bf16, 8
 # significant bits) or 2**-12 (fp16, 11 bits) of terms that may be twice as large as the gradient that they add up to. What follows the
-# gradient has no such bound: where a rounding makes a max-pool choose another pixel, the next gradient jumps. 2**-4 and 2**-5 are about five
-# times what 18 steps show, and a tenth of what the steps change.
+# gradient has no such bound: where a rounding makes a max-pool choose another pixel, the next gradient jumps. 2**-4 and 2**-5 are about
+# five times what 18 steps show, and a tenth of what the steps change.
 BF16_HOOK = Bound(10 * 2**-9, 2**-4, at_least=2**-20)
 FP16_HOOK = Bound(10 * 2**-12, 2**-5, at_least=2**-20)
 # A layer's weight gradient is rounded to bf16 once a forward, so that N devices round N partial sums instead of one, each by 2**-9 at most;

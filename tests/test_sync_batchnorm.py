@@ -1,0 +1,155 @@
+"""replicas.SyncBatchNorm, the CPU's version, equals torch's BatchNorm on the concatenated batch: values, gradients, running statistics."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import in_group
+from torch import nn
+
+from replicas import AllReduceSum, SyncBatchNorm, convert_sync_batchnorm
+
+PIECES = {2: [1, 5], 3: [3, 4, 2]}  # samples of each rank: never alike
+SHAPES = {"1d": (4,), "1d with length": (4, 5), "2d": (4, 3, 2), "3d": (4, 2, 3, 2)}
+LAYERS = {"1d": nn.BatchNorm1d, "1d with length": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
+SETTINGS = {
+    "default": {},
+    "momentum None": {"momentum": None},  # the mean over all batches so far
+    "momentum 0.3, eps 0.01": {"momentum": 0.3, "eps": 0.01},
+    "not affine": {"affine": False},
+    "no running statistics": {"track_running_stats": False},
+}
+
+
+def make_layers(kind, settings):
+    """Return nn.BatchNorm and a converted copy of it, in float64, with weights that are not all one."""
+    layers = []
+    for _ in range(2):
+        layer = LAYERS[kind](4, **settings).double()
+        if layer.affine:
+            nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
+            nn.init.normal_(layer.bias, generator=torch.Generator().manual_seed(2))
+        layers.append(layer)
+    return layers[0], convert_sync_batchnorm(layers[1], torch.device("cpu"))
+
+
+def assert_equal(value, wanted, what):
+    assert value.shape == wanted.shape and value.dtype == wanted.dtype, what
+    assert (value - wanted).abs().max() <= 1e-12 * max(1, wanted.abs().max()), what
+
+
+def check_against_whole_batch(kind, settings):
+    """On every rank: three training steps and an evaluation, beside nn.BatchNorm on everybody's samples."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = PIECES[world_size]
+    whole, ours = make_layers(kind, settings)
+    assert type(ours) is SyncBatchNorm
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        batch = 3 + 2 * torch.randn(sum(sizes), *SHAPES[kind], generator=generator, dtype=torch.float64)  # far from normalised
+        weights = torch.randn(batch.shape, generator=generator, dtype=torch.float64)  # of a loss that is no function of the mean
+        everything, mine = batch.clone().requires_grad_(), batch.split(sizes)[rank].clone().requires_grad_()
+        wanted, value = whole(everything), ours(mine)
+        assert_equal(value, wanted.split(sizes)[rank], "output")
+        (wanted.sin() * weights).sum().backward()
+        (value.sin() * weights.split(sizes)[rank]).sum().backward()
+        assert everything.grad.abs().max() > 1e-3
+        assert_equal(mine.grad, everything.grad.split(sizes)[rank], "gradient of the input")
+        for (name, parameter), reference in zip(ours.named_parameters(), whole.parameters()):
+            dist.all_reduce(parameter.grad)  # what the DDP wrapper does
+            assert_equal(parameter.grad, reference.grad, f"gradient of the {name}")
+        for layer in (ours, whole):
+            layer.zero_grad()
+    for (name, buffer), reference in zip(ours.named_buffers(), whole.buffers()):
+        assert_equal(buffer, reference, name)
+    assert [name for name, _ in ours.named_buffers()] == [name for name, _ in whole.named_buffers()]
+    if whole.track_running_stats:
+        assert ours.num_batches_tracked == 3 and (whole.running_mean - 3).abs().max() < 2.5
+    whole.load_state_dict(ours.state_dict())
+    whole.eval(), ours.eval()
+    with torch.no_grad():
+        assert ours(batch).equal(whole(batch)), "evaluation"  # a rank evaluates what it likes: there is nothing to wait for
+
+
+@pytest.mark.parametrize("world_size", PIECES)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+def test_equals_batchnorm_on_the_whole_batch(kind, settings, world_size):
+    in_group(world_size, functools.partial(check_against_whole_batch, kind, SETTINGS[settings]))
+
+
+@pytest.mark.parametrize("kind", ["1d with length", "3d"])
+def test_other_shapes(kind):
+    in_group(3, functools.partial(check_against_whole_batch, kind, {}))
+
+
+def check_per_replica_differs():
+    """What the tests above would not notice if the ranks did not talk: statistics of the pieces are not those of the batch."""
+    whole, ours = make_layers("2d", {})
+    batch = torch.randn(9, *SHAPES["2d"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sizes, rank = PIECES[3], dist.get_rank()
+    wanted = whole(batch).split(sizes)[rank]
+    assert (ours(batch.split(sizes)[rank]) - wanted).abs().max() < 1e-12
+    assert (whole(batch.split(sizes)[rank]) - wanted).abs().max() > 1e-2
+
+
+def test_per_replica_statistics_differ():
+    in_group(3, check_per_replica_differs)
+
+
+def sum_of_squares(value):
+    return AllReduceSum.apply(value.square())
+
+
+def check_all_reduce_gradient():
+    """All ranks run gradcheck in step, and perturb the same entry of the same input at the same time.
+
+    The total then changes by the world size times what one input changes, and the backward must have summed as many gradients.
+    """
+    value = torch.linspace(-1, 2, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(sum_of_squares, (value,), nondet_tol=0)
+    before = value.detach().clone()
+    AllReduceSum.apply(value)
+    assert value.detach().equal(before), "the input was changed in place"
+
+
+def check_all_reduce_sum():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    value = torch.full((3,), float(rank + 1), dtype=torch.float64, requires_grad=True)
+    total = AllReduceSum.apply(value)
+    assert total.tolist() == [world_size * (world_size + 1) / 2] * 3
+    (total * (rank + 2)).sum().backward()  # the derivative of the sum of all ranks' losses
+    assert value.grad.tolist() == [float(sum(r + 2 for r in range(world_size)))] * 3
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_reduce_gradient(world_size):
+    in_group(world_size, check_all_reduce_gradient)
+    in_group(world_size, check_all_reduce_sum)
+
+
+def test_without_a_group_it_is_batchnorm():
+    whole, ours = make_layers("2d", {})
+    batch = torch.randn(6, *SHAPES["2d"], dtype=torch.float64)
+    assert ours(batch).equal(whole(batch))
+    assert all(a.equal(b) for a, b in zip(ours.buffers(), whole.buffers()))
+
+
+def test_conversion_keeps_names_and_values():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16, momentum=None)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(model.parameters())
+    converted = convert_sync_batchnorm(model, torch.device("cpu"))
+    assert [type(module) for module in converted.modules() if "BatchNorm" in type(module).__name__] == [SyncBatchNorm] * 2
+    assert converted[1].momentum == 0.1 and converted[3][1].momentum is None
+    after = converted.state_dict()
+    assert list(after) == list(before) and all(after[name].equal(before[name]) for name in before)
+    assert all(a is b for a, b in zip(converted.parameters(), parameters)), "an optimizer that was built before would train nothing"
+    same = nn.Linear(2, 2)
+    assert type(convert_sync_batchnorm(same, torch.device("cpu"))) is nn.Linear
+
+
+def test_wrong_input_is_an_error():
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        make_layers("1d", {})[1](torch.zeros(4, dtype=torch.float64))
