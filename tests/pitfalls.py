@@ -97,7 +97,7 @@ def without_speed(lines):
     return [{key: value for key, value in line.items() if key != "images_per_s"} for line in lines]
 
 
-def launch(*command, timeout=60, **environment):
+def launch(*command, timeout=120, **environment):
     """Run a real command; return (exit code, stdout, stderr). Nothing outlives the call."""
     environment = {**os.environ, **environment}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -400,6 +400,7 @@ def test_pitfall_27_forward_past_the_wrapper_is_noticed(tmp_path):
     assert first != second
     assert "parameters differ between ranks: weight" in caught
 
+    assert ddp_run(2, *BASE).code == 0
     result = train("ddp", 2, *BASE, folder=tmp_path, patch=bypass_ddp)
     assert result.code == 1 and "parameters differ between ranks" in result.err
     assert not (result.folder / "last.pt").exists()  # at the end of the first epoch, before it is saved
