@@ -380,12 +380,14 @@ def main(argv: list[str] | None = None, patch: Callable | None = None) -> int:
         if not cell.ok:
             print(f"FAILED {cell}: {cell.error or cell.deviations}", file=sys.stderr)
     if args.json:
-        entries = [{**cell._asdict(), "bound": cell.bound._asdict(), "value": cell.value, "ok": cell.ok} for cell in cells]
+        values = [cell.value if cell.deviations else None for cell in cells]  # JSON knows no infinity
+        entries = [{**cell._asdict(), "bound": cell.bound._asdict(), "value": value, "ok": cell.ok} for cell, value in zip(cells, values)]
         args.json.write_text(json.dumps(entries, indent=1) + "\n")
     return int(not all(cell.ok for cell in cells))
 
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # runs side by side, each with all the cores, would wait for each other
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # which tells when it removes the semaphores of torch.compile's processes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())
