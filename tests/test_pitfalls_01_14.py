@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import deviation, in_group, make_args, run_processes, single_run, train
+from harness import ROOT, TASKS, deviation, in_group, make_args, run_processes, single_run, train
 from pitfalls import BASE, after_step, ddp_run, in_process, on_rank_1, print_batches, printed, stop_after, without_speed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -230,6 +230,24 @@ def test_pitfall_06_dead_rank_ends_the_job(how, tmp_path):
 
 def die(how, losses):
     fail(how)
+
+
+FAILING_TASK = """
+from small import *
+
+def per_sample_loss(outputs, targets):
+    raise RuntimeError("broken labels")
+"""
+
+
+def test_pitfall_06_error_with_loader_workers_ends_the_process(tmp_path):
+    """A script prints its traceback and then hangs: at exit Python waits for loader workers, which ignore its SIGTERM."""
+    (tmp_path / "failing.py").write_text(FAILING_TASK)
+    command = [sys.executable, str(ROOT / "train_single.py"), *BASE, "--task", str(tmp_path / "failing.py"), "--workers", "2"]
+    command += ["--output-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(TASKS)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=40)
+    assert result.returncode == 1 and "broken labels" in result.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 07

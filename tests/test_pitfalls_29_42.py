@@ -529,6 +529,7 @@ def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
     task.write_text(FAILING_TASK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     recorded = [*torchrun, "--nproc-per-node=2", str(ROOT / "train_ddp.py"), *BASE, "--task", str(task)]
+    recorded += ["--output-dir", str(tmp_path / "run")]
 
     def run(command):
         code, _, err = launch(*command, PYTHONPATH=str(ROOT / "tests" / "tasks"))
