@@ -230,7 +230,7 @@ def train_in_pieces(job: Job, args: Any, task: Any, model: torch.nn.Module, load
 
 def prepare(job: Job, folder: Path, patch: Callable | None, rank: int) -> None:
     """What is done in each process of a run before the script starts."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # so that nothing outlives the program
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.tempdir = str(folder)  # torch.compile keeps files in both, which must not stay
     if "--compile" in job.options:
         torch._inductor.config.compile_threads = 1
     if job.cut:
