@@ -132,7 +132,7 @@ def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.resume == "auto" or restarted():
         own = [path for name in ("last.pt", "previous.pt") if (path := output_folder(args) / name).exists()]
         if restarted() and not own:
-            raise UsageError("a rank failed before the first checkpoint: starting anew would fail alike; see its traceback above")
+            raise Stopped(1, "a rank failed before the first checkpoint, and would again; its traceback stands above")
         paths = own or paths
     for i, path in enumerate(paths):
         try:
@@ -208,8 +208,10 @@ class Run:
         if is_rank0():
             try:
                 checkpoint = self._open()
-            except (UsageError, OSError) as problem:
-                error = problem if isinstance(problem, UsageError) else UsageError(f"--output-dir {args.output_dir}: {problem}")
+            except (UsageError, Stopped) as problem:
+                error = problem
+            except OSError as problem:
+                error = UsageError(f"--output-dir {args.output_dir}: {problem}")
         checkpoint, error = broadcast_object((checkpoint, error))
         if error:
             raise error

@@ -39,22 +39,20 @@ class Stopped(Exception):
     """The run ends early, on every rank at the same step, after everything worth keeping was saved; `code` is the exit code."""
 
     def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code = code
+        super().__init__(code, reason)
+        self.code, self.reason = code, reason
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit code: 0 done, 2 bad arguments, 3 diverged, 130/143 stopped by a signal after saving."""
-    code, message = 0, ""
     try:
         code = main() or 0
     except UsageError as error:
         return announce_end(2, f"error: {error}")
     except Stopped as stop:
-        code, message = stop.code, f"{stop} (exit code {stop.code})"
-    if is_distributed():
-        dist.barrier()  # a launcher kills the other ranks when one exits with a code: not before rank 0 has saved
-    code = announce_end(code, message) if message else code
+        if is_distributed():
+            dist.barrier()  # a launcher kills the other ranks when one exits with a code: not before rank 0 has saved
+        code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})")
     if is_distributed():
         dist.destroy_process_group()
     return code
