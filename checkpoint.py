@@ -30,8 +30,8 @@ FORMAT = 1  # of a checkpoint; raised when its keys change
 MAX_SKIPPED_IN_A_ROW = 10
 # Options that may differ when a run is resumed, because the run they describe is the same one.
 HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
-HARMLESS |= {"device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile", "channels_last"}
-HARMLESS |= {"deterministic", "find_unused_parameters"}
+HARMLESS |= {"tensorboard", "device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile"}
+HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters"}
 
 
 @dataclasses.dataclass
@@ -203,7 +203,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, state: State, steps_per_epoch: int, device: torch.device) -> None:
         self.args, self.state, self.steps_per_epoch, self.device = args, state, steps_per_epoch, device
-        self.meter, self.stop, self.bar = Meter(device), StopSignal(), None
+        self.meter, self.stop, self.bar, self.writer = Meter(device), StopSignal(), None, None
         checkpoint = error = None
         if is_rank0():
             try:
@@ -234,6 +234,10 @@ class Run:
             raise UsageError(f"--output-dir {self.folder}: another run is writing there; choose another folder") from error
         if not args.eval_only:
             self.file.truncate(self._kept_bytes(checkpoint))
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.folder, purge_step=checkpoint["global_step"] + 1 if checkpoint else None)
         print(f"output folder: {self.folder}", flush=True)
         return checkpoint
 
@@ -320,6 +324,8 @@ class Run:
         plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
         self.file.write(json.dumps(plain) + "\n")
         self.file.flush()
+        for name in plain.keys() - {"event", "epoch", "step", "global_step", "count"} if self.writer else ():
+            self.writer.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if this was the best. Call it on every rank."""

@@ -6,70 +6,42 @@ Every distributed helper is an identity without a process group and returns new 
 from __future__ import annotations
 
 import argparse
+import atexit
 import bisect
-import ctypes
 import fnmatch
-import functools
 import math
+import multiprocessing
 import os
 import signal
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from launch import (
+    Stopped,
+    backend,
+    exit_code,
+    is_distributed,
+    is_rank0,
+    join,
+    launcher_ranks,
+    print0,
+    rendezvous_address,
+    run_worker,
+    timeout,
+)
 from options import UsageError, check_run, load_task, parse_args, resolve_device_type
 
-__all__ = ["UsageError", "check_run", "load_task", "parse_args"]
-
-
-class Stopped(Exception):
-    """The run ends early, on every rank at the same step, after everything worth keeping was saved; `code` is the exit code."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(code, reason)
-        self.code, self.reason = code, reason
-
-
-def exit_code(main: Callable[[], int | None]) -> int:
-    """Run `main` and return the exit code: 0 done, 2 bad arguments, 3 diverged, 130/143 stopped by a signal after saving."""
-    try:
-        code = main() or 0
-    except UsageError as error:
-        return announce_end(2, f"error: {error}")
-    except Stopped as stop:
-        if is_distributed():
-            dist.barrier()  # a launcher kills the other ranks when one exits with a code: not before rank 0 has saved
-        code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})")
-    if is_distributed():
-        dist.destroy_process_group()
-    return code
-
-
-def announce_end(code: int, message: str) -> int:
-    """Say on rank 0 why the run ends, and return the exit code of this process.
-
-    torchrun would restart processes that ended with a code, and has only 0 and 1 itself. So under `run.sh ddp`, which names the file
-    END_FILE, the code and the message go there, and the process ends with 0.
-    """
-    path = os.environ.get("END_FILE")
-    if path and is_rank0():
-        Path(path).write_text(f"{code} {message}\n")
-    elif not path:
-        print0(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    return 0 if path else code
+__all__ = ["Stopped", "UsageError", "backend", "check_run", "exit_code", "is_rank0", "join", "launcher_ranks", "load_task", "parse_args"]
+__all__ += ["print0", "rendezvous_address", "run_worker", "timeout"]
 
 
 # ------------------------------------------------------------------------------------------------------- devices and processes
@@ -88,76 +60,6 @@ def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device
     torch.set_float32_matmul_precision("highest" if args.deterministic else "high")  # high allows TF32 in float32 products
     torch.accelerator.set_device_index(local_rank)
     return torch.device(device_type, local_rank)
-
-
-def launcher_ranks() -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) from the variables that torchrun sets, and end with the launcher if it is killed."""
-    try:
-        rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    except KeyError as error:
-        command = "torchrun --standalone --nproc-per-node 2 train_ddp.py [options], or: bash run.sh ddp 2 [options]"
-        raise UsageError(f"no launcher ({error} is not set). Start it with {command}") from error
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: what a killed launcher leaves would train on unseen
-    return rank, local_rank, world_size
-
-
-def backend(device: torch.device) -> str:
-    """Gloo for what is on the CPU, and the accelerator's own library for the rest."""
-    accelerator = f",{device.type}:{dist.get_default_backend_for_device(device)}" if device.type != "cpu" else ""
-    return f"cpu:gloo{accelerator}"
-
-
-def timeout(args: argparse.Namespace) -> timedelta:
-    """How long a rank waits for the others before it gives up."""
-    return timedelta(seconds=args.timeout)
-
-
-def rendezvous_address(args: argparse.Namespace) -> tuple[str, int]:
-    """Where spawned processes meet: `--dist-url`, or on one machine its loopback and port 0, which means any free one."""
-    if args.dist_url is None:
-        return "127.0.0.1", 0
-    url = urlsplit(args.dist_url)
-    return url.hostname, url.port
-
-
-def run_worker(local_rank: int, worker: Callable, *arguments: Any) -> None:
-    """What a spawned process runs."""
-    sys.exit(exit_code(functools.partial(worker, local_rank, *arguments)))
-
-
-def join(context: mp.ProcessContext) -> int:
-    """Wait for spawned processes, hand signals on to them, and return their exit code; a traceback of theirs is raised here."""
-
-    def hand_on(number: int, frame: Any) -> None:
-        for process in context.processes:
-            if process.is_alive():
-                os.kill(process.pid, number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, hand_on)
-    try:
-        while not context.join(grace_period=30):
-            pass
-    except mp.ProcessExitedException as error:
-        if error.exit_code not in (2, 3, 130, 143):
-            print(error, file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 1
-    return 0
-
-
-def is_distributed() -> bool:
-    return dist.is_initialized()
-
-
-def is_rank0() -> bool:
-    """Global rank 0, not local rank 0: of several machines only one may write."""
-    return dist.get_rank() == 0 if is_distributed() else int(os.environ.get("RANK", 0)) == 0
-
-
-def print0(*values: Any, file: Any = None) -> None:
-    """Print on rank 0 only."""
-    if is_rank0():
-        print(*values, file=file, flush=True)
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
@@ -255,14 +157,16 @@ class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches, of which this rank takes its contiguous piece.
 
     Yields (epoch, indices). Step k trains on order[k * B : (k + 1) * B] in every mode; the ragged tail is dropped, so that an epoch has
-    length // B steps at any world size. `set_position` names the epoch and the step to start at: what a resumed run skips is never loaded.
+    length // B steps at any world size. With accumulation every micro-batch is cut among the ranks, so that together they hold the one
+    that a single device would, and `--sync-bn` sees the same statistics. `set_position` names the epoch and the step to start at: what a
+    resumed run skips is never loaded.
     """
 
-    def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, accum_steps: int = 1) -> None:
         if batch_size > length:
             raise UsageError(f"--batch-size {batch_size} is larger than the training set ({length} samples): an epoch would be empty")
         self.length, self.batch_size, self.seed, self.rank, self.world_size = length, batch_size, seed, rank, world_size
-        self.steps_per_epoch = length // batch_size
+        self.accum_steps, self.steps_per_epoch = accum_steps, length // batch_size
         self.epoch = self.step = 0
 
     def set_position(self, epoch: int, step: int) -> None:
@@ -275,7 +179,8 @@ class GlobalBatchSampler(Sampler):
         order = torch.randperm(self.length, generator=torch.Generator().manual_seed(mix(self.seed, self.epoch)))
         for step in range(self.step, self.steps_per_epoch):
             global_batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-            yield self.epoch, global_batch.tensor_split(self.world_size)[self.rank].tolist()
+            pieces = [piece.tensor_split(self.world_size)[self.rank] for piece in global_batch.tensor_split(self.accum_steps)]
+            yield self.epoch, torch.cat(pieces).tolist()
 
 
 class ShardSampler(Sampler):
@@ -322,7 +227,9 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     workers = args.workers
     if workers is None:
         workers = 0 if keyed.whole_batches else min(8, torch.get_num_threads())
-    options = {"persistent_workers": True, "worker_init_fn": _ignore_signals} if workers else {}
+    options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
+    if workers:
+        atexit.register(_end_workers)
     pin = device.type != "cpu"
     return DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
 
@@ -334,6 +241,14 @@ def _identity(batch: Any) -> Any:
 def _ignore_signals(worker: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """Python ends what is left of the workers by SIGTERM, which they ignore, and would wait for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -353,7 +268,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def split_batch(batch: Any, pieces: int) -> list[Any]:
-    """Cut a batch into micro-batches along the first dimension; sizes differ by one sample at most."""
+    """Cut a rank's batch into micro-batches along the first dimension, larger ones first, as the sampler put them together."""
     if pieces == 1:
         return [batch]
     return [map_tensors(lambda tensor, i=i: tensor.tensor_split(pieces)[i], batch) for i in range(pieces)]

@@ -130,6 +130,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group.add_argument("--keep-every", type=positive, metavar="EPOCHS", help="also keep the checkpoint of every so many epochs")
     group.add_argument("--eval-only", **boolean, help="evaluate the checkpoint of --resume and leave")
     group.add_argument("--log-every", type=positive, default=50, metavar="STEPS", help="steps between two lines in the log")
+    group.add_argument("--tensorboard", **boolean, help="also write the log for TensorBoard, into --output-dir")
     group.add_argument("--device", default="auto", metavar="auto|cpu|cuda|...", help="auto takes the accelerator if there is one")
     group.add_argument("--deterministic", **boolean, help="slower kernels that give the same bits in every run")
     return parser
@@ -152,8 +153,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     if args.batch_size < world_size * args.accum_steps:
         pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
         raise UsageError(f"--batch-size {args.batch_size} cannot be cut into {pieces}; it must be at least {world_size * args.accum_steps}")
-    if args.amp == "fp16" and args.dtype == "float64":
-        raise UsageError("--amp fp16 computes in half precision and --dtype float64 in double; choose one (--amp off or --dtype float32)")
+    if args.amp != "off" and args.dtype == "float64":
+        raise UsageError(f"--amp {args.amp} computes in half precision and --dtype float64 in double; use --amp off or --dtype float32")
     if args.schedule == "step" and not args.step_epochs:
         raise UsageError("--schedule step needs --step-epochs, the epochs at which the learning rate drops, as --step-epochs 15 25")
     if args.nesterov and (args.optimizer != "sgd" or args.momentum == 0):
@@ -233,6 +234,7 @@ def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found after processes were started: a bad task, data set, model or checkpoint."""
     from checkpoint import find_checkpoint  # they need this module
     from common import freeze
+    from launch import rendezvous_address
 
     task = load_task(args)
     train, held_out = task.build_datasets(args)
@@ -243,6 +245,8 @@ def check_run(args: argparse.Namespace) -> None:
     with torch.device("meta"):
         freeze(args, task.build_model(args))
     find_checkpoint(args)
+    if getattr(args, "dist_url", None):
+        rendezvous_address(args)
     if args.output_dir:
         folder = next(path for path in (Path(args.output_dir).absolute(), *Path(args.output_dir).absolute().parents) if path.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):

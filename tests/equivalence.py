@@ -115,12 +115,6 @@ def synchronised(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
     return Job("single", 1, options), Job("single", 1, options, ("ddp", n)) if n > 1 else None
 
 
-def synchronised_pieces(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
-    """With accumulation too, statistics are those of the i-th micro-batches of all ranks, which are not one device's i-th micro-batch."""
-    job = Job("single", 1, f"{feature.setting} {BASE} {feature.options}", ("synchronised", n))
-    return job, job._replace(cut=("ddp", n)) if n > 1 else None
-
-
 def ddp(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
     job = Job("ddp", n, f"{feature.setting} {BASE} {feature.options}")
     return job, job._replace(mode="single", n=1)
@@ -183,7 +177,7 @@ FEATURES = [
     Feature("synchronised BatchNorm", "--sync-bn", BATCHNORM, synchronised, RANKS),
     Feature("synchronised BatchNorm, batch of 31", "--sync-bn --batch-size 31", BATCHNORM, synchronised, RANKS),
     Feature("synchronised BatchNorm, AdamW, EMA", "--sync-bn --optimizer adamw --lr 0.005 --average ema", BATCHNORM, synchronised, RANKS),
-    Feature("synchronised BatchNorm, accumulation 2", "--sync-bn --accum-steps 2", BATCHNORM, synchronised_pieces, RANKS),
+    Feature("synchronised BatchNorm, accumulation 2", "--sync-bn --accum-steps 2", BATCHNORM, synchronised, RANKS),
     Feature("EMA of the weights", "--average ema"),
     Feature("SWA of the weights", "--average swa --epochs 5"),
     Feature("gradients sent in bf16", "--grad-compress bf16", ROUNDED, one_device_without, SEVERAL_RANKS, BF16_HOOK),
@@ -198,13 +192,9 @@ FEATURES = [
 
 def pieces(kind: str, n: int, batch_size: int, accum_steps: int) -> list[tuple[int, int, torch.Tensor]]:
     """How a mode cuts a batch: (micro-batch, rank, samples) of each forward; written anew, with nothing from the scripts."""
-    samples = torch.arange(batch_size)
-    if kind == "dp":  # micro-batches first, which nn.DataParallel then cuts by torch.chunk
-        return [(i, r, piece) for i, micro in enumerate(samples.tensor_split(accum_steps)) for r, piece in enumerate(micro.chunk(n))]
-    shares = [share.tensor_split(accum_steps) for share in samples.tensor_split(n)]  # ranks first
-    if kind == "synchronised":
-        return [(i, 0, torch.cat([share[i] for share in shares])) for i in range(accum_steps)]
-    return [(i, r, share[i]) for i in range(accum_steps) for r, share in enumerate(shares)]
+    cut = torch.Tensor.chunk if kind == "dp" else torch.Tensor.tensor_split  # as nn.DataParallel cuts, and as the sampler does
+    micro_batches = torch.arange(batch_size).tensor_split(accum_steps)
+    return [(i, r, piece) for i, samples in enumerate(micro_batches) for r, piece in enumerate(cut(samples, n))]
 
 
 def train_in_pieces(job: Job, args: Any, task: Any, model: torch.nn.Module, loader: Any, state: Any, run: Any) -> None:

@@ -50,6 +50,8 @@ CASES = [
     ("single", 1, "--resume auto", "--resume auto needs --output-dir"),
     ("single", 1, "--eval-only", "--eval-only needs --resume FILE"),
     ("single", 1, "--amp fp16 --dtype float64", "--amp fp16 computes in half precision and --dtype float64 in double"),
+    ("single", 1, "--amp bf16 --dtype float64", "--amp bf16 computes in half precision and --dtype float64 in double"),
+    ("spawn", 2, "--nnodes 2 --dist-url tcp://no-such-host.invalid:29500", "no-such-host.invalid is no known host"),
     ("single", 1, "--amp fp8", "--amp: invalid choice: 'fp8'"),
     ("single", 1, "--lr nan", "--lr: must be at least 0, got nan"),
     ("single", 1, "--lr inf", "--lr: must be at least 0, got inf"),

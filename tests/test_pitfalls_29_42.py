@@ -128,8 +128,9 @@ def hide_files_from_rank_1(rank):
         checkpoint.load_checkpoint = missing
 
 
-def save_slowly(rank):
-    """A slow disk on rank 0; print when it has saved, and when rank 1 leaves."""
+def stop_and_save_slowly(rank):
+    """A stop that rank 0, on a slow disk, takes long to save for; print when it has saved, and when each rank leaves."""
+    stop_after(3, rank)
     save, destroy = checkpoint.save_checkpoint, dist.destroy_process_group
 
     def slow_save(*arguments):
@@ -155,9 +156,9 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
         second = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path)
     assert second.code == 2 and "another run is writing there" in second.err
 
-    slow = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "slow", patch=save_slowly)
-    assert slow.code == 0
-    assert min(printed(slow.out, "left")) > max(printed(slow.out, "saved"))  # a launcher may end the rest when one rank leaves
+    slow = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "slow", patch=stop_and_save_slowly)
+    assert slow.code == 143
+    assert min(printed(slow.out, "left")) > max(printed(slow.out, "saved"))  # a launcher ends the rest when one rank leaves with a code
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 32
@@ -498,13 +499,18 @@ def print_ranks_of_slurm():
     task = {"PROCID": 5, "LOCALID": 1, "NTASKS": 8, "STEP_NUM_TASKS": 8, "NTASKS_PER_NODE": 4, "NODEID": 1, "NNODES": 2, "JOB_ID": 4711}
     nodes = {"JOB_NODELIST": "localhost", "STEP_NODELIST": "localhost", "NODELIST": "localhost", "LAUNCH_NODE_IPADDR": "127.0.0.1"}
     os.environ.update({f"SLURM_{name}": str(value) for name, value in {**task, **nodes}.items()})
+    with pytest.raises(
+        common.UsageError, match="no MASTER_ADDR to meet at"
+    ):  # of several nodes, localhost is the wrong guess on all but one
+        common.launcher_ranks()
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
     print(*common.launcher_ranks())
 
 
 def test_pitfall_40_ranks_from_slurm():
     """Under `srun` every task believes to be rank 0 of 1: SLURM names ranks by other variables than torchrun."""
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()
-    assert in_process(print_ranks_of_slurm).split() == ["5", "1", "8"]
+    assert in_process(print_ranks_of_slurm).split() == ["5", "1", "8"]  # rank, local rank, world size
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 41

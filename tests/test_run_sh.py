@@ -40,12 +40,12 @@ def test_all_modes_print_the_same_evaluation_lines_in_float64(tmp_path):
     outputs = {}
     for mode, n in (("single", 1), ("dp", 3), ("ddp", 3), ("spawn", 2)):
         folder = tmp_path / f"a folder with spaces, {mode}"
-        finished = run_sh(mode, n, "--dtype", "float64", "--epochs", 3, "--output-dir", folder, cwd=tmp_path)
+        finished = run_sh(mode, n, "--dtype", "float64", "--epochs", 2, "--output-dir", folder, cwd=tmp_path)
         assert finished.returncode == 0, finished.stderr
         outputs[mode] = eval_lines(finished.stdout)
-        assert len(outputs[mode]) == 3 and (folder / "last.pt").exists()
+        assert len(outputs[mode]) == 2 and (folder / "last.pt").exists()
     assert outputs["single"] == outputs["dp"] == outputs["ddp"] == outputs["spawn"]
-    assert len(set(outputs["single"])) == 3
+    assert len(set(outputs["single"])) == 2
 
 
 def test_a_folder_with_spaces_and_another_working_directory(tmp_path):

@@ -34,6 +34,19 @@ def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
             assert max(sizes) - min(sizes) <= 1, "no rank carries more than its share"
 
 
+@pytest.mark.parametrize("accum_steps", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_steps):
+    """Or BatchNorm over the ranks would see other batches than one device does."""
+    for batch_size in range(world_size * accum_steps, 41):
+        samplers = [common.GlobalBatchSampler(40, batch_size, 0, rank, world_size, accum_steps) for rank in range(world_size)]
+        shares = [torch.tensor(next(iter(sampler))[1]) for sampler in samplers]
+        whole = torch.tensor(batches(40, batch_size)[0])
+        micro_batches = [torch.cat([common.split_batch(share, accum_steps)[i] for share in shares]) for i in range(accum_steps)]
+        assert all(a.equal(b) for a, b in zip(micro_batches, whole.tensor_split(accum_steps)))
+        assert all(len(piece) for share in shares for piece in common.split_batch(share, accum_steps))
+
+
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_evaluation_shards_partition_the_data_unpadded(world_size):
     for length in range(1, 41):
