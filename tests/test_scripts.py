@@ -91,7 +91,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_readme_shows_the_diff_between_single_and_ddp():
     (block,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-    assert block.splitlines() == changed_lines("single", "ddp")
+    assert block.splitlines() == [line for line in changed_lines("single", "ddp") if line != "+"]
 
 
 def test_readme_states_the_sizes_of_the_diffs():
@@ -113,3 +113,25 @@ def test_readme_commands_exist():
         assert (ROOT / path).exists() or path.startswith("FILE"), path
     for mode, argv in re.findall(r"bash run\.sh (single|dp|ddp|spawn)(?: \d+)? (--(?!help)[^\n`#]+)", README):
         options.build_parser(mode).parse_args(argv.split())
+
+
+def test_readme_shows_the_equivalence_of_the_code_as_it_is():
+    import readme
+
+    (block,) = re.findall(r"<!-- equivalence -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+    cells, code = re.search(r"(\d+) cells, none above its bound.* code (\w+)\.", block).groups()
+    assert int(cells) >= 150
+    assert code == readme.code_digest(), "stale: bash run.sh equivalence --json FILE.json && python tests/readme.py FILE.json"
+
+
+def test_readme_names_for_every_pitfall_the_code_that_avoids_it_and_its_test():
+    (table,) = re.findall(r"## Forty pitfalls\n(.*?)\n## ", README, re.DOTALL)
+    rows = re.findall(r"^\| (\d\d) \| (.+) \| (.+) \| `(\S+)` \|$", table, re.MULTILINE)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_pitfalls_*.py"))
+    assert {number for number, *_ in rows} == set(re.findall(r"def test_pitfall_(\d\d)_", tests))
+    for number, _, how, where in rows:
+        texts = (ROOT / where).read_text() + "".join(
+            (ROOT / name).read_text() for name in ("run.sh", "options.py", "common.py", "launch.py")
+        )
+        for code in re.findall(r"`([^`]+)`", how):
+            assert code in texts, f"{number}: {code} is not in {where}"
