@@ -309,7 +309,8 @@ class Run:
         state.scaler.skipped.zero_()
         warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
         text = f"loss {line['loss']:.6f}  lr {lr:.5f}  {line['images_per_s']:.0f} images/s{warning}"
-        self._write(line, f"epoch {state.epoch + 1}/{self.args.epochs}  step {state.step}/{self.steps_per_epoch}  {text}")
+        position = f"epoch {state.epoch + 1}/{self.args.epochs}  step {state.step}/{self.steps_per_epoch}  "
+        self._write(line, text if self.bar is not None else position + text)
 
     def log_eval(self, metrics: dict[str, float]) -> None:
         """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
@@ -320,7 +321,7 @@ class Run:
     def _write(self, line: dict[str, Any], text: str) -> None:
         if not is_rank0():
             return
-        (self.bar.write if self.bar is not None else print)(text)
+        print(text, flush=True) if self.bar is None else self.bar.set_postfix_str(text)
         plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
         self.file.write(json.dumps(plain) + "\n")
         self.file.flush()

@@ -62,9 +62,10 @@ class DataParallel(nn.DataParallel):
     def parallel_apply(self, replicas: list, inputs: tuple, kwargs: tuple) -> list:
         seed = torch.initial_seed()
         if not self.on_cpu:
+            accelerator = torch.get_device_module(self.src_device_obj)
             for r, index in enumerate(self.device_ids):
-                with torch.accelerator.device_index(index):
-                    torch.get_device_module(self.src_device_obj).manual_seed(seed + r)
+                with accelerator.device(index):
+                    accelerator.manual_seed(seed + r)
             return super().parallel_apply(replicas, inputs, kwargs)
         outputs = []
         for r, (buffers, piece) in enumerate(zip(replicas, inputs)):

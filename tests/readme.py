@@ -48,12 +48,8 @@ def equivalence_table(cells: list[dict]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    text = re.sub(
-        r"```diff\n.*?```",
-        lambda _: "\n".join(["```diff", *(line for line in changed_lines("single", "ddp") if line != "+"), "```"]),
-        README,
-        flags=re.DOTALL,
-    )
+    diff = "\n".join(["```diff", *(line for line in changed_lines("single", "ddp") if line != "+"), "```"])
+    text = re.sub(r"```diff\n.*?```", lambda _: diff, README, flags=re.DOTALL)
     for old, new in BUDGETS:
         count = len(changed_lines(old, new))
         text = re.sub(rf"(`diff train_{old}.py train_{new}.py` has )\d+", rf"\g<1>{count}", text)

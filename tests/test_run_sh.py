@@ -1,11 +1,16 @@
 """The scripts as a user starts them: `bash run.sh MODE N`, real torchrun, real spawned processes, the default problem."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from harness import ROOT
@@ -75,3 +80,22 @@ def test_help_is_shown_and_nothing_is_started(option, tmp_path):
     assert finished.returncode == 0 and finished.stdout.count("usage: train_ddp.py") == 1
     assert "samples in one optimizer step, over all devices" in finished.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
+    """Plain lines go to a file; someone who watches gets a bar, and the evaluation lines."""
+    terminal, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))  # rows, columns
+    command = [sys.executable, str(ROOT / "train_single.py"), "--epochs", "2", "--log-every", "5", "--output-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs, close_fds=True)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal says that the other side has closed
+        while chunk := os.read(terminal, 65536):
+            shown += chunk
+    os.close(terminal)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    bars = [part for part in re.split(r"[\r\n]", text) if part.startswith("epoch 2/2:")]
+    assert any(re.search(r"\d+/22 .*loss \d\.\d+  lr 0\.\d+  \d+ images/s", bar) for bar in bars), text
+    assert "step 5/22" not in text and len(eval_lines(text)) == 2
