@@ -1,0 +1,37 @@
+"""tests/mutants.py cannot rot silently: each of its faults still applies to exactly one place, and the tests it names exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import mutants
+import pytest
+
+ROOT = Path(mutants.ROOT)
+
+
+def test_every_mutant_applies_exactly_once_and_compiles():
+    for mutant in mutants.MUTANTS:
+        broken = mutant.apply(ROOT)
+        assert broken != (ROOT / mutant.file).read_text(), mutant.name
+        compile(broken, mutant.file, "exec")
+
+
+def test_there_are_many_and_all_differ():
+    names = [mutant.name for mutant in mutants.MUTANTS]
+    assert len(names) == len(set(names)) >= 40
+    assert len({(mutant.file, mutant.old, mutant.new) for mutant in mutants.MUTANTS}) == len(names)
+
+
+def test_the_tests_that_should_notice_them_exist():
+    for mutant in mutants.MUTANTS:
+        for test in mutant.selection():
+            path, _, name = test.partition("::")
+            functions = {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+            assert mutant.tests and re.sub(r"\[.*", "", name) in functions, f"{mutant.name}: {test}"
+
+
+def test_a_mutant_that_does_not_apply_is_an_error():
+    gone = mutants.MUTANTS[0]._replace(old="no such text")
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        gone.apply(ROOT)

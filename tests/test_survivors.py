@@ -1,0 +1,388 @@
+"""What only tests/mutants.py showed to be untested: each of these tests is the one that notices some small fault."""
+
+import copy
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, TASKS, deviation, make_args, single_run, train
+from pitfalls import BASE, after_step, ddp_run, in_process, printed, stop_after, without_speed
+from test_pitfalls_15_28 import scale_by_1024
+from test_pitfalls_29_42 import print_masks
+from torch import nn
+
+import checkpoint
+import common
+import task
+
+CPU = torch.device("cpu")
+MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
+
+
+def change_training_loss(change, rank):
+    """Let `change(losses, k)` replace the losses of the k-th forward in training, from 0, of this process."""
+    load_task, calls = common.load_task, itertools.count()
+
+    def load_changed_task(args):
+        changed = load_task(args)
+        loss = changed.per_sample_loss
+
+        def per_sample_loss(outputs, targets):
+            losses = loss(outputs, targets)
+            return change(losses, next(calls)) if losses.requires_grad else losses
+
+        changed.per_sample_loss = per_sample_loss
+        return changed
+
+    common.load_task = load_changed_task
+
+
+def nan_in_third(losses, k):
+    return losses * float("nan") if k == 2 else losses
+
+
+def always_nan(losses, k):
+    return losses * float("nan")
+
+
+def nan_every_second(losses, k):
+    return losses * float("nan") if k % 2 else losses
+
+
+def number_of_the_call(losses, k):
+    return losses * 0 + k
+
+
+# ------------------------------------------------------------------------------------------------------------------- the loops
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_nan_is_skipped_in_every_mode(mode, n, tmp_path):
+    result = train(mode, n, *BASE, "--epochs", "2", folder=tmp_path, patch=functools.partial(change_training_loss, nan_in_third))
+    assert result.code == 0, result.err
+    assert sum(line["skipped"] for line in result.train_lines()) == 1
+    assert result.checkpoint()["global_step"] == 12
+    assert all(tensor.isfinite().all() for tensor in result.checkpoint()["model"].values())
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path):
+    for mode, n in (("single", 1), ("ddp", 2)):
+        result = train(mode, n, *BASE, folder=tmp_path / mode, patch=functools.partial(change_training_loss, always_nan))
+        assert result.code == 3 and "diverged: 10 steps in a row" in result.err
+        assert len(result.train_lines()) == 9  # the tenth ended it
+    patch = functools.partial(change_training_loss, nan_every_second)
+    result = train("single", 1, *BASE, "--epochs", "4", folder=tmp_path / "every second", patch=patch)
+    assert result.code == 0, result.err  # 12 of them, but not in a row
+    assert sum(line["skipped"] for line in result.train_lines()) == 12
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_dropout_never_repeats(mode, n, tmp_path):
+    """Every rank or replica drops other units in every micro-batch of every step of every epoch, and none in evaluation."""
+    argv = (*BASE, "--model", "dropout", "--epochs", "2", "--accum-steps", "2")
+    result = train(mode, n, *argv, folder=tmp_path, patch=print_masks)
+    assert result.code == 0, result.err
+    masks = [tuple(mask) for _, mask in printed(result.out, "mask")]
+    assert len(masks) == 2 * 6 * 2 * n
+    assert len(set(masks)) == len(masks)
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_loss_scale_leaves_no_trace(mode, n, tmp_path):
+    argv = (*BASE, "--epochs", "1", "--clip-grad-norm", "0.5")
+    reference, result = single_run(*argv), train(mode, n, *argv, folder=tmp_path, patch=scale_by_1024)
+    assert result.code == 0, result.err
+    assert result.checkpoint()["scaler"]["scale"] == 1024 and reference.train_lines()[0]["grad_norm"] > 0.5
+    assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
+    assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
+
+
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("spawn", 2)])
+def test_sync_bn_with_accumulation_equals_one_device(mode, n, tmp_path):
+    """Only if the ranks cut the same micro-batches as one device do they have its statistics."""
+    argv = (*BASE, "--model", "batchnorm", "--epochs", "1", "--accum-steps", "2")
+    reference, result = single_run(*argv), train(mode, n, *argv, "--sync-bn", folder=tmp_path)
+    assert result.code == 0, result.err
+    assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-11
+    models = [{k: v for k, v in run.checkpoint()["model"].items() if v.is_floating_point()} for run in (result, reference)]
+    assert "between.running_var" in models[0] and deviation(*models) <= 1e-9
+
+
+def print_evaluated_buffers(mode, rank):
+    script = __import__(f"train_{mode}")
+    evaluate = script.evaluate
+
+    def watched(args, task, model, *others):
+        print("buffers", json.dumps([buffer.tolist() for buffer in model.buffers()]))
+        return evaluate(args, task, model, *others)
+
+    script.evaluate = watched
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_batchnorm_buffers_are_evaluated_alike(mode, tmp_path):
+    argv = (*BASE, "--model", "batchnorm", "--epochs", "1")
+    first, second = printed(train(mode, 2, *argv, folder=tmp_path, patch=functools.partial(print_evaluated_buffers, mode)).out, "buffers")
+    assert first == second and len(first) == 3
+
+
+def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
+    """Replica 0 keeps the running statistics, and the others do not touch them, as rank 0 does."""
+    argv = (*BASE, "--model", "batchnorm", "--batch-size", "24", "--epochs", "1")  # an even share: both cut it alike
+    result, reference = train("dp", 2, *argv, folder=tmp_path), ddp_run(2, *argv)
+    assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
+    assert result.checkpoint()["model"]["between.running_mean"].abs().max() > 1e-3
+
+
+def print_patience(rank):
+    init = dist.init_process_group
+
+    def watched(*arguments, **keywords):
+        print("patience", keywords.get("timeout", timedelta()).total_seconds())
+        return init(*arguments, **keywords)
+
+    dist.init_process_group = watched
+
+
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("spawn", 2)])
+def test_timeout_reaches_the_process_group(mode, n, tmp_path):
+    result = train(mode, n, *BASE, "--epochs", "1", "--timeout", "77", folder=tmp_path, patch=print_patience)
+    assert printed(result.out, "patience") == [77.0, 77.0]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_compressed_gradients_differ_by_their_rounding(name, tmp_path):
+    argv = (*BASE, "--epochs", "1")
+    dtype, plain = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], ddp_run(2, *argv).gradients[0][0]
+    sent = train("ddp", 2, *argv, "--grad-compress", name, folder=tmp_path).gradients[0][0]
+    assert all(gradient.to(dtype).to(gradient.dtype).equal(gradient) for gradient in sent.values())
+    assert not any(gradient.to(dtype).to(gradient.dtype).equal(gradient) for gradient in plain.values())
+    assert 2**-20 < deviation(sent, plain) < 10 * 2**-9
+
+
+# ------------------------------------------------------------------------------------------------------------------ the pieces
+
+
+def test_seed_decides_the_initial_weights():
+    def weights(seed):
+        args = make_args("single", "--seed", seed)
+        return common.build_net(args, common.load_task(args), CPU).state_dict()
+
+    first, other, again = (weights(seed) for seed in "010")
+    assert deviation(again, first) == 0 and deviation(other, first) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("amp", "dtype"), [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)], ids=["off", "bf16", "fp16"]
+)
+def test_amp_computes_in_its_type(amp, dtype):
+    with common.autocast(make_args("single", "--amp", amp), CPU):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+def test_optimizer_has_what_the_options_say():
+    net = nn.Linear(2, 2)
+    sgd = common.build_optimizer(make_args("single", "--lr", "0.3", "--momentum", "0.8", "--weight-decay", "0.07", "--nesterov"), net)
+    (group,) = sgd.param_groups
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.3, 0.8, 0.07, True)
+    adamw = common.build_optimizer(make_args("single", "--optimizer", "adamw", "--momentum", "0.8", "--weight-decay", "0.07"), net)
+    (group,) = adamw.param_groups
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.8, 0.999), 0.07)
+
+
+def test_step_epochs_in_any_order():
+    def factors(*epochs):
+        args = make_args("single", "--epochs", "5", "--schedule", "step", "--step-epochs", *epochs, "--warmup-epochs", "0")
+        return [common.lr_factor(args, step, 10) for step in range(50)]
+
+    assert factors("4", "2") == factors("2", "4") and len(set(factors("2", "4"))) == 3
+
+
+def test_ema_and_swa_are_what_they_say(tmp_path):
+    net = nn.BatchNorm1d(3)
+    ema, swa = (common.build_average(make_args("single", "--average", kind), net) for kind in ("ema", "swa"))
+    state = checkpoint.State(net, None, None, None, ema)
+    assert state.averaged() is net, "before the first update there is no average"
+    values = torch.arange(3.0)
+    for step in range(3):
+        net.weight.data.copy_(values + step)
+        net.running_mean.copy_(values + step)
+        ema.update_parameters(net)
+        swa.update_parameters(net)
+    assert state.averaged() is ema.module
+    expected = values + 0.99 * 0.01 * 1 + 0.01 * 2  # the first is taken whole
+    assert torch.allclose(ema.module.weight, expected) and torch.allclose(ema.module.running_mean, expected)
+    assert torch.allclose(swa.module.weight, values + 1)
+    result = train("single", 1, *BASE, "--epochs", "5", "--average", "swa", folder=tmp_path)
+    assert result.checkpoint()["average"]["n_averaged"] == 2, "the last quarter: epochs 4 and 5"
+
+
+def print_determinism():
+    for argv in ([], ["--deterministic"]):
+        common.set_up_device(make_args("single", "--device", "cpu", *argv))
+        print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
+
+
+def test_deterministic_is_handed_to_torch():
+    assert in_process(print_determinism).split() == ["False", "True", "True", "False"]
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints, resume
+
+
+def test_resume_on_three_ranks_is_bitwise(tmp_path):
+    """With three ranks or more the last bit of a sum depends on where in DDP's bucket a gradient stands."""
+    argv = ("--task", TASKS / "everything.py", "--epochs", "2", "--batch-size", "30", "--timeout", "30")
+    straight = train("ddp", 3, *argv, folder=tmp_path / "straight")
+    stopped = train("ddp", 3, *argv, folder=tmp_path, patch=functools.partial(stop_after, 2))
+    assert stopped.code == 143
+    resumed = train("ddp", 3, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
+
+
+def test_scaler_goes_on_where_it_was_saved():
+    first, second = (common.Scaler(make_args(), CPU) for _ in range(2))
+    first.skipped.fill_(3)
+    first.in_a_row.fill_(2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert (second.skipped, second.in_a_row) == (3, 2)
+
+
+def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
+    argv = (*BASE, "--dtype", "float32", "--amp", "fp16", "--epochs", "2")
+    straight = single_run(*argv)
+    stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 5))
+    assert stopped.code == 143
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.checkpoint()["scaler"] == straight.checkpoint()["scaler"]
+    assert resumed.checkpoint()["scaler"]["_growth_tracker"] > 0
+    assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
+
+
+def poison_average_in_epoch_2(rank):
+    end_epoch = checkpoint.Run.end_epoch
+
+    def poison(run, metrics):
+        if run.state.epoch == 1:
+            run.state.average.module.first.weight.data[0] = float("nan")
+        end_epoch(run, metrics)
+
+    checkpoint.Run.end_epoch = poison
+
+
+def test_non_finite_average_never_reaches_a_file(tmp_path):
+    result = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path, patch=poison_average_in_epoch_2)
+    assert "not saved, the last good checkpoint stays: non-finite values in first.weight" in result.err
+    assert result.checkpoint()["epoch"] == 1
+
+
+def print_saves(rank):
+    save = checkpoint.save_checkpoint
+    checkpoint.save_checkpoint = lambda saved, path: (print("saved", json.dumps([path.name, saved["global_step"]])), save(saved, path))
+
+
+def test_save_every_saves_within_the_epoch(tmp_path):
+    result = train("single", 1, *BASE, "--epochs", "1", "--save-every", "2", folder=tmp_path, patch=print_saves)
+    assert printed(result.out, "saved") == [["last.pt", 2], ["last.pt", 4], ["last.pt", 6], ["last.pt", 6], ["best.pt", 6]]
+
+
+def decide_scores(rank):
+    end_epoch = checkpoint.Run.end_epoch
+    checkpoint.Run.end_epoch = lambda run, metrics: end_epoch(run, {**metrics, "top1": (0.5, 0.9, 0.4)[run.state.epoch]})
+
+
+def test_best_is_not_the_last(tmp_path):
+    result = train("single", 1, *BASE, folder=tmp_path, patch=decide_scores)
+    best, last = result.checkpoint("best.pt"), result.checkpoint()
+    assert (best["epoch"], best["best"]) == (2, 0.9) and (last["epoch"], last["best"]) == (3, 0.9)
+
+
+def test_checkpoint_of_another_format_is_refused(tmp_path):
+    torch.save({"format": checkpoint.FORMAT + 1}, tmp_path / "later.pt")
+    with pytest.raises(common.UsageError, match=f"not a checkpoint of this program .format {checkpoint.FORMAT}"):
+        checkpoint.load_checkpoint(tmp_path / "later.pt")
+
+
+def test_task_may_move_to_another_folder(tmp_path):
+    moved = shutil.copy(TASKS / "small.py", tmp_path / "small.py")
+    argv = ("--batch-size", "30", "--output-dir", tmp_path / "run")
+    first = train("single", 1, *argv, "--task", TASKS / "small.py", "--epochs", "1", folder=tmp_path)
+    result = train("single", 1, *argv, "--task", moved, "--epochs", "2", "--resume", "auto", folder=tmp_path)
+    assert first.code == result.code == 0, result.err
+    assert result.checkpoint()["epoch"] == 2
+
+
+def test_evaluation_after_the_checkpoint_is_logged_once(tmp_path):
+    """A crash between the evaluation and the save: the checkpoint is that of the epoch's last step, and the log is ahead of it."""
+    argv = (*BASE, "--epochs", "1", "--save-every", "6")
+    first = train("single", 1, *argv, folder=tmp_path)
+    lines = without_speed(first.lines)
+    shutil.copy(first.folder / "previous.pt", first.folder / "last.pt")
+    assert (first.checkpoint()["epoch"], first.checkpoint()["step"]) == (0, 6)
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0 and without_speed(resumed.lines) == lines
+
+
+def test_eval_only_leaves_the_log(tmp_path):
+    first = train("single", 1, *BASE, "--epochs", "2", "--keep-every", "1", folder=tmp_path)
+    lines = first.lines
+    older = first.folder / "epoch-0001.pt"
+    evaluated = train("single", 1, *BASE, "--epochs", "2", "--eval-only", "--resume", older, folder=tmp_path)
+    assert evaluated.code == 0, evaluated.err
+    assert evaluated.lines[:-1] == lines and evaluated.lines[-1]["loss"] == first.eval_lines()[0]["loss"]
+
+
+def test_logged_loss_is_that_since_the_last_line(tmp_path):
+    patch = functools.partial(change_training_loss, number_of_the_call)
+    result = train("single", 1, *BASE, "--epochs", "1", "--log-every", "2", folder=tmp_path, patch=patch)
+    assert [line["loss"] for line in result.train_lines()] == [0.5, 2.5, 4.5]
+
+
+def signal_this_rank(rank):
+    after_step(3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def test_signal_to_all_ranks_is_one_signal(tmp_path):
+    """As from a batch system, which signals every process: one stop, one message, and for SLURM's warning exit code 0."""
+    result = train("ddp", 2, *BASE, folder=tmp_path, patch=signal_this_rank)
+    assert result.code == 0 and result.err.count("stopped by SIGUSR1 after saving step 4 (exit code 0)") == 1
+    assert result.checkpoint()["global_step"] == 4
+
+
+# ------------------------------------------------------------------------------------------------------------ the default task
+
+
+def test_default_task_augments_by_the_seed_and_only_in_training():
+    indices = list(range(100))
+    (train_set, held_out), (other, _) = (task.build_datasets(make_args("single", "--seed", seed)) for seed in "01")
+    assert not train_set.__getitems__(indices)[0].equal(other.__getitems__(indices)[0])
+    with np.load(ROOT / "data" / "digits.npz") as file:
+        stored = torch.from_numpy(file["images"][1437:1537]).unsqueeze(1) * 15
+    assert held_out.__getitems__(indices)[0].equal(stored)
+
+
+def test_label_smoothing_reaches_the_loss():
+    outputs, targets = torch.randn(5, 10, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 3, 9, 1])
+    logs = outputs.log_softmax(1)
+    for smoothing in (0.0, 0.3):
+        losses = common.load_task(make_args("single", "--label-smoothing", str(smoothing))).per_sample_loss(outputs, targets)
+        expected = -(1 - smoothing) * logs[torch.arange(5), targets] - smoothing * logs.mean(1)
+        assert torch.allclose(losses, expected, atol=1e-6)
+
+
+def test_metrics_of_the_default_task():
+    outputs = torch.arange(10.0).expand(4, 10)  # class 9 is the best guess, 5 the fifth
+    metrics = task.per_sample_metrics(outputs, torch.tensor([9, 8, 5, 4]))
+    assert list(metrics) == ["top1", "top5"]
+    assert metrics["top1"].tolist() == [1, 0, 0, 0] and metrics["top5"].tolist() == [1, 1, 1, 0]
