@@ -74,6 +74,9 @@ DIVERGED = "survivors::test_ten_skipped_steps_in_a_row_end_the_run"
 ONE, MANY = "pitfalls_01_14::test_pitfall_", "pitfalls_15_28::test_pitfall_"
 LAST = "pitfalls_29_42::test_pitfall_"
 
+# One fault takes two or three lines here, and not seven.
+# fmt: off
+
 # ------------------------------------------------------------------------------------------------------ the loops of the scripts
 
 WRAP = "model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)"
@@ -106,111 +109,41 @@ for mode, two, uneven in (("ddp", f"{EQUAL}[ddp-2-1]", f"{EQUAL}[ddp-2-2]"), ("s
     mutant(f"{mode}: first backward not repeated", script, REPEAT, "", resumed)
     mutant(f"{mode}: gradients kept after the step", script, "        state.optimizer.zero_grad(set_to_none=True)\n", "", two)
 
-mutant(
-    "ddp: nothing is synchronised", "train_ddp", "    yield micro_batches[-1]\n", "        yield micro_batches[-1]\n", f"{EQUAL}[ddp-2-1]"
-)
-mutant(
-    "ddp: the first micro-batch is synchronised",
-    "train_ddp",
-    "    with model.no_sync():  # forward and backward of the others run in here\n"
-    "        yield from micro_batches[:-1]\n    yield micro_batches[-1]\n",
-    "    yield micro_batches[0]\n    with model.no_sync():\n        yield from micro_batches[1:]\n",
-    f"{EQUAL}[ddp-2-2]",
-)
-mutant(
-    "ddp: every micro-batch is synchronised",
-    "train_ddp",
-    "with model.no_sync():",
-    "with torch.enable_grad():",
-    ONE + "09_accumulation_synchronises_the_last_piece",
-)
-mutant(
-    "ddp: forward outside no_sync",
-    "train_ddp",
-    "losses = task.per_sample_loss(model(inputs), targets)",
-    "model.require_backward_grad_sync = True\n                losses = task.per_sample_loss(model(inputs), targets)",
-    ONE + "09_accumulation_synchronises_the_last_piece",
-)
+mutant("ddp: nothing is synchronised", "train_ddp", "    yield micro_batches[-1]\n", "        yield micro_batches[-1]\n",
+       f"{EQUAL}[ddp-2-1]")
+mutant("ddp: the first micro-batch is synchronised", "train_ddp",
+       "    with model.no_sync():  # forward and backward of the others run in here\n"
+       "        yield from micro_batches[:-1]\n    yield micro_batches[-1]\n",
+       "    yield micro_batches[0]\n    with model.no_sync():\n        yield from micro_batches[1:]\n", f"{EQUAL}[ddp-2-2]")
+mutant("ddp: every micro-batch is synchronised", "train_ddp", "with model.no_sync():", "with torch.enable_grad():",
+       ONE + "09_accumulation_synchronises_the_last_piece")
+mutant("ddp: forward outside no_sync", "train_ddp", "losses = task.per_sample_loss(model(inputs), targets)",
+       "model.require_backward_grad_sync = True\n                losses = task.per_sample_loss(model(inputs), targets)",
+       ONE + "09_accumulation_synchronises_the_last_piece")
 mutant("ddp: clipped before unscaling", "train_ddp", UNSCALE + CLIP, CLIP + UNSCALE, MANY + "21_clipping_sees_the_true_gradient")
 mutant("ddp: unscale_ missing", "train_ddp", UNSCALE, "", MANY + "21_clipping_sees_the_true_gradient")
-mutant(
-    "ddp: schedule stepped per micro-batch",
-    "train_ddp",
-    ADD,
-    ADD + "            state.scheduler.step()\n",
-    MANY + "24_schedule_counts_global_batches",
-)
-mutant(
-    "ddp: a rank leaves its own NaN out",
-    "train_ddp",
-    f"            {SCALED}",
-    f"            if not losses.isfinite().all():\n                continue\n            {SCALED}",
-    ONE + "05_nan_on_one_rank",
-)
-mutant(
-    "ddp: evaluates the weights, not their average",
-    "train_ddp",
-    EVALUATE,
-    EVALUATE.replace("state.averaged()", "net"),
-    f"{FEATURE}[ddp-4-ema]",
-)
-mutant(
-    "ddp: every rank evaluates everything",
-    "train_ddp",
-    "ShardSampler(len(val_set), args.batch_size, rank, world_size)",
-    "ShardSampler(len(val_set), args.batch_size)",
-    MANY + "19_all_ranks_evaluate",
-)
-mutant(
-    "ddp: @record missing",
-    "train_ddp",
-    "@record  # torchrun then shows the traceback of the rank that failed first\n",
-    "",
-    LAST + "41_torchrun_shows_the_cause",
-)
-mutant(
-    "ddp: --timeout not handed on",
-    "train_ddp",
-    ", timeout=common.timeout(args))  # finds",
-    ")  # finds",
-    "survivors::test_timeout_reaches_the_process_group[ddp-2]",
-)
-mutant(
-    "ddp: --find-unused-parameters ignored",
-    "train_ddp",
-    "find_unused_parameters=args.find_unused_parameters, ",
-    "",
-    MANY + "28_unused_parameters",
-)
-mutant(
-    "ddp: --grad-compress ignored",
-    "train_ddp",
-    "    common.compress_gradients(args, model)  # on slow links\n",
-    "",
-    "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]",
-)
-mutant(
-    "spawn: --timeout not handed on",
-    "train_spawn",
-    "world_size=world_size, timeout=common.timeout(args))",
-    "world_size=world_size)",
-    "survivors::test_timeout_reaches_the_process_group[spawn-2]",
-)
-mutant(
-    "spawn: local rank for rank",
-    "train_spawn",
-    "args.node_rank * args.nproc + local_rank, args",
-    "local_rank, args",
-    LAST + "40_two_launchers_are_one_job",
-)
-mutant(
-    "spawn: arguments checked after the start",
-    "train_spawn",
-    "    common.check_run(args)  # here, before any process is started\n",
-    "",
-    "cli::test_bad_command_line_ends_with_code_2_and_one_line[train_spawn.py --nproc 2 --batch-size 5000-]",
-    "cli::test_bad_command_line_ends_with_code_2_and_one_line",
-)
+mutant("ddp: schedule stepped per micro-batch", "train_ddp", ADD, ADD + "            state.scheduler.step()\n",
+       MANY + "24_schedule_counts_global_batches")
+mutant("ddp: a rank leaves its own NaN out", "train_ddp", f"            {SCALED}",
+       f"            if not losses.isfinite().all():\n                continue\n            {SCALED}", ONE + "05_nan_on_one_rank")
+mutant("ddp: evaluates the weights, not their average", "train_ddp", EVALUATE, EVALUATE.replace("state.averaged()", "net"),
+       f"{FEATURE}[ddp-4-ema]")
+mutant("ddp: every rank evaluates everything", "train_ddp", "ShardSampler(len(val_set), args.batch_size, rank, world_size)",
+       "ShardSampler(len(val_set), args.batch_size)", MANY + "19_all_ranks_evaluate")
+mutant("ddp: @record missing", "train_ddp", "@record  # torchrun then shows the traceback of the rank that failed first\n", "",
+       LAST + "41_torchrun_shows_the_cause")
+mutant("ddp: --timeout not handed on", "train_ddp", ", timeout=common.timeout(args))  # finds", ")  # finds",
+       "survivors::test_timeout_reaches_the_process_group[ddp-2]")
+mutant("ddp: --find-unused-parameters ignored", "train_ddp", "find_unused_parameters=args.find_unused_parameters, ", "",
+       MANY + "28_unused_parameters")
+mutant("ddp: --grad-compress ignored", "train_ddp", "    common.compress_gradients(args, model)  # on slow links\n", "",
+       "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]")
+mutant("spawn: --timeout not handed on", "train_spawn", "world_size=world_size, timeout=common.timeout(args))", "world_size=world_size)",
+       "survivors::test_timeout_reaches_the_process_group[spawn-2]")
+mutant("spawn: local rank for rank", "train_spawn", "args.node_rank * args.nproc + local_rank, args", "local_rank, args",
+       LAST + "40_two_launchers_are_one_job")
+mutant("spawn: arguments checked after the start", "train_spawn", "    common.check_run(args)  # here, before any process is started\n", "",
+       "survivors::test_spawn_checks_before_it_starts_a_process")
 
 PLAIN = "loss = losses.sum() / args.batch_size"
 SEED = "common.seed_rng(args.seed, state.global_step, i)"
@@ -221,175 +154,68 @@ for mode, n in (("single", 1), ("dp", 2)):
     mutant(f"{mode}: dropout seed without the step", script, SEED, "common.seed_rng(args.seed, 0, i)", masks)
     mutant(f"{mode}: dropout seed without the micro-batch", script, SEED, "common.seed_rng(args.seed, state.global_step, 0)", masks)
     mutant(f"{mode}: NaN is not skipped", script, STEP, "state.optimizer.step()", f"{NAN}[{mode}-{n}]")
-    mutant(
-        f"{mode}: clipped before unscaling",
-        script,
-        UNSCALE + CLIP,
-        CLIP + UNSCALE,
-        "survivors::test_loss_scale_leaves_no_trace[" + f"{mode}-{n}]",
-    )
+    mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, CLIP + UNSCALE,
+           "survivors::test_loss_scale_leaves_no_trace[" + f"{mode}-{n}]")
     mutant(f"{mode}: unscale_ missing", script, UNSCALE, "", f"survivors::test_loss_scale_leaves_no_trace[{mode}-{n}]")
     mutant(f"{mode}: model stays in evaluation mode", script, "    model.train()\n", "", masks)
     mutant(f"{mode}: model evaluated in training mode", script, "    model.eval()\n", "", masks)
 
 mutant("single: schedule stepped per micro-batch", "train_single", ADD, ADD + "            state.scheduler.step()\n", f"{LR}[constant]")
-mutant(
-    "single: loss of the last micro-batch alone is logged",
-    "train_single",
-    ADD,
-    ADD.replace("    run", "run"),
-    "equivalence::test_accumulation_on_one_device[2]",
-)
-mutant(
-    "dp: mean of the replicas' means",
-    "train_dp",
-    PLAIN,
-    "loss = sum(piece.mean() for piece in losses.chunk(args.replicas)) / args.replicas",
-    LAST + "29_data_parallel_gathers_losses",
-)
-mutant(
-    "dp: loss computed outside the replicas",
-    "train_dp",
-    'losses = model(inputs, targets)["loss"]',
-    "losses = task.per_sample_loss(state.net(inputs), targets)",
-    LAST + "29_data_parallel_gathers_losses",
-)
-mutant(
-    "dp: replicas not counted in --scale-lr",
-    "train_dp",
-    "common.build_optimizer(args, net, args.replicas)",
-    "common.build_optimizer(args, net)",
-    f"{SCALE_LR}[dp-linear-4]",
-)
-mutant(
-    "dp: evaluates the weights, not their average",
-    "train_dp",
-    EVALUATE,
-    EVALUATE.replace("state.averaged()", "net"),
-    f"{FEATURE}[dp-4-ema]",
-)
+mutant("single: loss of the last micro-batch alone is logged", "train_single", ADD, ADD.replace("    run", "run"),
+       "equivalence::test_accumulation_on_one_device[2]")
+mutant("dp: mean of the replicas' means", "train_dp", PLAIN,
+       "loss = sum(piece.mean() for piece in losses.chunk(args.replicas)) / args.replicas", LAST + "29_data_parallel_gathers_losses")
+mutant("dp: loss computed outside the replicas", "train_dp", 'losses = model(inputs, targets)["loss"]',
+       "losses = task.per_sample_loss(state.net(inputs), targets)", LAST + "29_data_parallel_gathers_losses")
+mutant("dp: replicas not counted in --scale-lr", "train_dp", "common.build_optimizer(args, net, args.replicas)",
+       "common.build_optimizer(args, net)", f"{SCALE_LR}[dp-linear-4]")
+mutant("dp: evaluates the weights, not their average", "train_dp", EVALUATE, EVALUATE.replace("state.averaged()", "net"),
+       f"{FEATURE}[dp-4-ema]")
 
 # --------------------------------------------------------------------------------------------------------- common.py: samplers
 
 mutant("order: the same every epoch", "common", "manual_seed(mix(self.seed, self.epoch))", "manual_seed(mix(self.seed, 0))", ORDER)
 mutant("order: without the seed", "common", "manual_seed(mix(self.seed, self.epoch))", "manual_seed(mix(0, self.epoch))", ORDER)
-mutant(
-    "sampler: a resumed epoch starts anew",
-    "common",
-    "self.epoch, self.step = epoch, step",
-    "self.epoch, self.step = epoch, 0",
-    "sampling::test_resuming_at_any_step_yields_exactly_the_rest[1]",
-)
-mutant(
-    "sampler: all ranks take the same piece",
-    "common",
-    "tensor_split(self.world_size)[self.rank] for",
-    "tensor_split(self.world_size)[0] for",
-    PIECES,
-)
-mutant(
-    "sampler: strided pieces",
-    "common",
-    "piece.tensor_split(self.world_size)[self.rank] for",
-    "piece[self.rank :: self.world_size] for",
-    PIECES,
-)
-mutant(
-    "sampler: torch.chunk, which may leave a rank without samples",
-    "common",
-    "piece.tensor_split(self.world_size)[self.rank] for",
-    "(*piece.chunk(self.world_size), *[piece[:0]] * self.world_size)[self.rank] for",
-    "sampling::test_pieces_of_all_ranks_partition_each_global_batch[4]",
-)
-mutant(
-    "sampler: micro-batches cut after the ranks",
-    "common",
-    "for piece in global_batch.tensor_split(self.accum_steps)]",
-    "for piece in [global_batch]]",
-    "sampling::test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]",
-)
-mutant(
-    "sampler: the ragged tail is kept", "common", "accum_steps, length // batch_size", "accum_steps, math.ceil(length / batch_size)", PIECES
-)
-mutant(
-    "sampler: an empty epoch is accepted",
-    "common",
-    "if batch_size > length:",
-    "if False:",
-    "sampling::test_empty_epoch_is_an_error_that_names_both_numbers",
-)
-mutant(
-    "evaluation: shards padded to the same length",
-    "common",
-    "range(rank, length, world_size), batch_size",
-    "[i % length for i in range(rank, -(-length // world_size) * world_size, world_size)], batch_size",
-    SHARDS,
-)
-mutant(
-    "evaluation: every rank starts at sample 0",
-    "common",
-    "range(rank, length, world_size), batch",
-    "range(0, length, world_size), batch",
-    SHARDS,
-)
-mutant(
-    "evaluation: the last batch is dropped",
-    "common",
-    "range(0, len(self.shard), self.batch_size):",
-    "range(0, len(self.shard) - self.batch_size + 1, self.batch_size):",
-    SHARDS,
-)
-mutant(
-    "augmentation: no seed per sample",
-    "common",
-    "torch.manual_seed(mix(self.seed, epoch, index))",
-    "pass",
-    f"{AUGMENTED}[3-1-0-per sample]",
-)
-mutant(
-    "augmentation: per-sample seed without the epoch",
-    "common",
-    "mix(self.seed, epoch, index)",
-    "mix(self.seed, 0, index)",
-    f"{AUGMENTED}[0-3-0-per sample]",
-)
-mutant(
-    "augmentation: per-sample seed without the index",
-    "common",
-    "mix(self.seed, epoch, index)",
-    "mix(self.seed, epoch, 0)",
-    ONE + "08_augmentation_differs_between_workers_and_epochs",
-)
+mutant("sampler: a resumed epoch starts anew", "common", "self.epoch, self.step = epoch, step", "self.epoch, self.step = epoch, 0",
+       "sampling::test_resuming_at_any_step_yields_exactly_the_rest[1]")
+mutant("sampler: all ranks take the same piece", "common", "tensor_split(self.world_size)[self.rank] for",
+       "tensor_split(self.world_size)[0] for", PIECES)
+mutant("sampler: strided pieces", "common", "piece.tensor_split(self.world_size)[self.rank] for", "piece[self.rank :: self.world_size] for",
+       PIECES)
+mutant("sampler: torch.chunk, which may leave a rank without samples", "common", "piece.tensor_split(self.world_size)[self.rank] for",
+       "(*piece.chunk(self.world_size), *[piece[:0]] * self.world_size)[self.rank] for",
+       "sampling::test_pieces_of_all_ranks_partition_each_global_batch[4]")
+mutant("sampler: micro-batches cut after the ranks", "common", "for piece in global_batch.tensor_split(self.accum_steps)]",
+       "for piece in [global_batch]]", "sampling::test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
+mutant("sampler: the ragged tail is kept", "common", "accum_steps, length // batch_size", "accum_steps, math.ceil(length / batch_size)",
+       PIECES)
+mutant("sampler: an empty epoch is accepted", "common", "if batch_size > length:", "if False:",
+       "sampling::test_empty_epoch_is_an_error_that_names_both_numbers")
+mutant("evaluation: shards padded to the same length", "common", "range(rank, length, world_size), batch_size",
+       "[i % length for i in range(rank, -(-length // world_size) * world_size, world_size)], batch_size", SHARDS)
+mutant("evaluation: every rank starts at sample 0", "common", "range(rank, length, world_size), batch",
+       "range(0, length, world_size), batch", SHARDS)
+mutant("evaluation: the last batch is dropped", "common", "range(0, len(self.shard), self.batch_size):",
+       "range(0, len(self.shard) - self.batch_size + 1, self.batch_size):", SHARDS)
+mutant("augmentation: no seed per sample", "common", "torch.manual_seed(mix(self.seed, epoch, index))", "pass",
+       f"{AUGMENTED}[3-1-0-per sample]")
+mutant("augmentation: per-sample seed without the epoch", "common", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)",
+       f"{AUGMENTED}[0-3-0-per sample]")
+mutant("augmentation: per-sample seed without the index", "common", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, 0)",
+       ONE + "08_augmentation_differs_between_workers_and_epochs")
 mutant("augmentation: set_epoch forgotten", "common", "self.dataset.set_epoch(epoch)", "pass", f"{AUGMENTED}[0-3-0-in memory]")
-mutant(
-    "augmentation: draws without the seed", "common", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(0, epoch))", UNIFORM
-)
-mutant(
-    "augmentation: draws without the epoch", "common", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(seed, 0))", UNIFORM
-)
+mutant("augmentation: draws without the seed", "common", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(0, epoch))",
+       UNIFORM)
+mutant("augmentation: draws without the epoch", "common", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(seed, 0))",
+       UNIFORM)
 mutant("augmentation: draws without the index", "common", "keys, np.arange(draws", "np.zeros_like(keys), np.arange(draws", UNIFORM)
-mutant(
-    "loader: workers started anew every epoch",
-    "common",
-    '{"persistent_workers": True, ',
-    "{",
-    LAST + "38_workers_stay_and_cores_are_divided",
-)
+mutant("loader: workers started anew every epoch", "common", '{"persistent_workers": True, ', "{",
+       LAST + "38_workers_stay_and_cores_are_divided")
 mutant("loader: workers do not ignore signals", "common", "signal.signal(number, signal.SIG_IGN)", "pass", ONE + "11_sigterm_saves[2]")
-mutant(
-    "loader: workers not ended at exit",
-    "common",
-    "atexit.register(_end_workers)",
-    "pass",
-    ONE + "06_error_with_loader_workers_ends_the_process",
-)
-mutant(
-    "split_batch: strided micro-batches",
-    "common",
-    "tensor.tensor_split(pieces)[i]",
-    "tensor[i::pieces]",
-    "sampling::test_split_batch_cuts_nested_targets_along_the_first_dimension[2]",
-)
+mutant("loader: workers not ended at exit", "common", "atexit.register(_end_workers)", "pass",
+       ONE + "06_error_with_loader_workers_ends_the_process")
+mutant("split_batch: strided micro-batches", "common", "tensor.tensor_split(pieces)[i]", "tensor[i::pieces]",
+       "sampling::test_split_batch_cuts_nested_targets_along_the_first_dimension[2]")
 
 # ------------------------------------------------------------------------------------------- common.py: reductions, optimization
 
@@ -399,707 +225,262 @@ mutant("reduce_value: a sum for a mean", "common", "value = value / dist.get_wor
 mutant("reduce_value: in place", "common", "value = value.detach().clone()", "value = value.detach()", REDUCE)
 mutant("meter: local means, not reduced", "common", "reduce_value(sums, average=False).tolist()", "sums.tolist()", METER)
 mutant("meter: ranks averaged", "common", "reduce_value(sums, average=False)", "reduce_value(sums)", METER)
-mutant(
-    "meter: a mean of means",
-    "common",
-    "value.detach().sum(dtype=self.dtype)\n        self.count += len(value)",
-    "value.detach().mean(dtype=self.dtype)\n        self.count += 1",
-    METER,
-)
+mutant("meter: a mean of means", "common", "value.detach().sum(dtype=self.dtype)\n        self.count += len(value)",
+       "value.detach().mean(dtype=self.dtype)\n        self.count += 1", METER)
 mutant("meter: batches counted, not samples", "common", "self.count += len(value)", "self.count += 1", METER)
 mutant("meter: sums in float32", "common", 'torch.float32 if device.type == "mps" else torch.float64', "torch.float32", f"{EQUAL}[ddp-2-1]")
 mutant("meter: count lost at resume", "common", 'int(totals["count"])', "0", "training_math::test_meter_goes_on_from_its_totals")
-mutant(
-    "sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", "pass", MANY + "18_batchnorm_buffers_are_equal_in_evaluation"
-)
-mutant(
-    "sync_buffers: weights not compared",
-    "common",
-    "zip(net.named_parameters(), largest, smallest) if a != b",
-    "[]",
-    MANY + "27_forward_past_the_wrapper_is_noticed",
-)
+mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", "pass",
+       MANY + "18_batchnorm_buffers_are_equal_in_evaluation")
+mutant("sync_buffers: weights not compared", "common", "zip(net.named_parameters(), largest, smallest) if a != b", "[]",
+       MANY + "27_forward_past_the_wrapper_is_noticed")
 mutant("first backward: buffers keep a trace", "common", "buffer.copy_(before)", "pass", f"{BITWISE}[ddp-2-9]")
 mutant("first backward: gradients stay", "common", "    model.zero_grad(set_to_none=True)\n", "", f"{BITWISE}[ddp-2-9]")
-mutant(
-    "compression: bf16 sent as fp16",
-    "common",
-    'f"{args.grad_compress}_compress_hook"',
-    '"fp16_compress_hook"',
-    "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]",
-)
-mutant(
-    "seed_rng: without the step",
-    "common",
-    "mix(seed, step, micro_batch) %",
-    "mix(seed, micro_batch) %",
-    "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r",
-)
-mutant(
-    "seed_rng: without the rank", "common", "% 2**63 + rank)", "% 2**63)", "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r"
-)
-mutant(
-    "seed_rng: without the seed",
-    "common",
-    "mix(seed, step, micro_batch) %",
-    "mix(0, step, micro_batch) %",
-    "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r",
-)
-mutant(
-    "model: initial weights without the seed",
-    "common",
-    "    torch.manual_seed(args.seed)\n    net =",
-    "    net =",
-    "survivors::test_seed_decides_the_initial_weights",
-)
-mutant(
-    "freeze: has no effect",
-    "common",
-    "parameters[name].requires_grad_(False)",
-    "parameters[name].requires_grad_(True)",
-    "equivalence::test_training_is_not_trivial",
-)
+mutant("compression: bf16 sent as fp16", "common", 'f"{args.grad_compress}_compress_hook"', '"fp16_compress_hook"',
+       "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]")
+mutant("seed_rng: without the step", "common", "mix(seed, step, micro_batch) %", "mix(seed, micro_batch) %",
+       "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
+mutant("seed_rng: without the rank", "common", "% 2**63 + rank)", "% 2**63)",
+       "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
+mutant("seed_rng: without the seed", "common", "mix(seed, step, micro_batch) %", "mix(0, step, micro_batch) %",
+       "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
+mutant("model: initial weights without the seed", "common", "    torch.manual_seed(args.seed)\n    net =", "    net =",
+       "survivors::test_seed_decides_the_initial_weights")
+mutant("freeze: has no effect", "common", "parameters[name].requires_grad_(False)", "parameters[name].requires_grad_(True)",
+       "equivalence::test_training_is_not_trivial")
 mutant("amp: never on", "common", 'enabled=args.amp != "off"', "enabled=False", "survivors::test_amp_computes_in_its_type[bf16]")
-mutant(
-    "amp: bf16 for fp16",
-    "common",
-    'torch.float16 if args.amp == "fp16" else torch.bfloat16',
-    "torch.bfloat16",
-    "survivors::test_amp_computes_in_its_type[fp16]",
-)
-mutant(
-    "optimizer: --weight-decay of AdamW ignored",
-    "common",
-    "betas=(args.momentum, 0.999), weight_decay=args.weight_decay",
-    "betas=(args.momentum, 0.999)",
-    "survivors::test_optimizer_has_what_the_options_say",
-)
-mutant(
-    "optimizer: --weight-decay of SGD ignored",
-    "common",
-    "args.momentum, weight_decay=args.weight_decay",
-    "args.momentum",
-    "survivors::test_optimizer_has_what_the_options_say",
-)
+mutant("amp: bf16 for fp16", "common", 'torch.float16 if args.amp == "fp16" else torch.bfloat16', "torch.bfloat16",
+       "survivors::test_amp_computes_in_its_type[fp16]")
+mutant("optimizer: --weight-decay of AdamW ignored", "common", "betas=(args.momentum, 0.999), weight_decay=args.weight_decay",
+       "betas=(args.momentum, 0.999)", "survivors::test_optimizer_has_what_the_options_say")
+mutant("optimizer: --weight-decay of SGD ignored", "common", "args.momentum, weight_decay=args.weight_decay", "args.momentum",
+       "survivors::test_optimizer_has_what_the_options_say")
 mutant("optimizer: --nesterov ignored", "common", "nesterov=args.nesterov, ", "", "survivors::test_optimizer_has_what_the_options_say")
-mutant(
-    "optimizer: momentum not initialised",
-    "common",
-    "for parameter in parameters if args.momentum else ():",
-    "for parameter in ():",
-    "training_math::test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum",
-)
+mutant("optimizer: momentum not initialised", "common", "for parameter in parameters if args.momentum else ():", "for parameter in ():",
+       "training_math::test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum")
 mutant("learning rate: always scaled", "common", "[args.scale_lr]", '["linear"]', f"{SCALE_LR}[ddp-none-1]")
 mutant("learning rate: root of N not taken", "common", '"sqrt": math.sqrt(world_size)', '"sqrt": world_size', f"{SCALE_LR}[ddp-sqrt-2]")
-mutant(
-    "warm-up: off by one",
-    "common",
-    "return (step + 1) / warmup",
-    "return step / warmup",
-    "training_math::test_warmup_rises_linearly_to_the_peak",
-)
-mutant(
-    "cosine: ends after the run",
-    "common",
-    "max(1, args.epochs * steps_per_epoch - warmup)",
-    "(args.epochs * steps_per_epoch)",
-    "training_math::test_cosine_falls_from_one_to_zero_after_the_warmup",
-)
-mutant(
-    "cosine: begins with the warm-up",
-    "common",
-    "(step - warmup) / max(",
-    "step / max(",
-    "training_math::test_cosine_falls_from_one_to_zero_after_the_warmup",
-)
-mutant(
-    "step: drops one step late",
-    "common",
-    "bisect.bisect_right(",
-    "bisect.bisect_left(",
-    "training_math::test_step_drops_at_the_given_epochs",
-)
-mutant(
-    "step: epochs in another order",
-    "common",
-    "bisect_right(sorted(args.step_epochs), epoch)",
-    "bisect_right(args.step_epochs, epoch)",
-    "survivors::test_step_epochs_in_any_order",
-)
-mutant(
-    "cyclic: a saw-tooth",
-    "common",
-    "(1 - abs(2 * (epoch % cycle) / cycle - 1))",
-    "(epoch % cycle) / cycle",
-    "training_math::test_cyclic_is_a_triangle_between_gamma_and_one",
-)
+mutant("warm-up: off by one", "common", "return (step + 1) / warmup", "return step / warmup",
+       "training_math::test_warmup_rises_linearly_to_the_peak")
+mutant("cosine: ends after the run", "common", "max(1, args.epochs * steps_per_epoch - warmup)", "(args.epochs * steps_per_epoch)",
+       "training_math::test_cosine_falls_from_one_to_zero_after_the_warmup")
+mutant("cosine: begins with the warm-up", "common", "(step - warmup) / max(", "step / max(",
+       "training_math::test_cosine_falls_from_one_to_zero_after_the_warmup")
+mutant("step: drops one step late", "common", "bisect.bisect_right(", "bisect.bisect_left(",
+       "training_math::test_step_drops_at_the_given_epochs")
+mutant("step: epochs in another order", "common", "bisect_right(sorted(args.step_epochs), epoch)", "bisect_right(args.step_epochs, epoch)",
+       "survivors::test_step_epochs_in_any_order")
+mutant("cyclic: a saw-tooth", "common", "(1 - abs(2 * (epoch % cycle) / cycle - 1))", "(epoch % cycle) / cycle",
+       "training_math::test_cyclic_is_a_triangle_between_gamma_and_one")
 mutant("cyclic: one cycle only", "common", "(epoch % cycle)", "epoch", "training_math::test_cyclic_is_a_triangle_between_gamma_and_one")
-mutant(
-    "scaler: skipped steps not counted",
-    "common",
-    "bad = (torch.stack(found).sum() > 0)",
-    "bad = (torch.stack(found).sum() < 0)",
-    f"{SKIP}[nan-off]",
-)
+mutant("scaler: skipped steps not counted", "common", "bad = (torch.stack(found).sum() > 0)", "bad = (torch.stack(found).sum() < 0)",
+       f"{SKIP}[nan-off]")
 mutant("scaler: in a row is never reset", "common", "(self.in_a_row + bad) * bad", "self.in_a_row + bad", DIVERGED)
 mutant("scaler: scale moves in float32", "common", "super().update(self.fixed_scale)", "super().update()", f"{SKIP}[nan-off]")
 mutant("scaler: scale of fp16 fixed", "common", 'None if args.amp == "fp16" else 1.0', "1.0", f"{SKIP}[nan-fp16]")
-mutant(
-    "scaler: skipped steps forgotten at resume",
-    "common",
-    'self.skipped.fill_(state["skipped"])',
-    "pass",
-    "survivors::test_scaler_goes_on_where_it_was_saved",
-)
-mutant(
-    "scaler: steps in a row forgotten at resume",
-    "common",
-    'self.in_a_row.fill_(state["in_a_row"])',
-    "pass",
-    "survivors::test_scaler_goes_on_where_it_was_saved",
-)
-mutant(
-    "clipping: limit ignored",
-    "common",
-    "if limit is not None:",
-    "if False:",
-    "training_math::test_clip_grad_norm_returns_the_norm_before[0.1]",
-)
-mutant(
-    "clipping: tensor by tensor",
-    "common",
-    "nn.utils.clip_grads_with_norm_(parameters, limit, norm)",
-    "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in parameters]",
-    "training_math::test_clip_grad_norm_returns_the_norm_before[0.1]",
-)
-mutant(
-    "ema: another decay",
-    "common",
-    "get_ema_multi_avg_fn(0.99)",
-    "get_ema_multi_avg_fn(0.9)",
-    "survivors::test_ema_and_swa_are_what_they_say",
-)
-mutant(
-    "ema: buffers not averaged",
-    "common",
-    'use_buffers=args.average == "ema"',
-    "use_buffers=False",
-    "survivors::test_ema_and_swa_are_what_they_say",
-)
-mutant(
-    "devices: the first one for all",
-    "common",
-    "torch.accelerator.set_device_index(local_rank)",
-    "torch.accelerator.set_device_index(0)",
-    MANY + "17_device_is_chosen_before_anything_else",
-)
-mutant(
-    "devices: all cores for every process",
-    "common",
-    "len(os.sched_getaffinity(0)) // processes",
-    "len(os.sched_getaffinity(0))",
-    LAST + "38_workers_stay_and_cores_are_divided",
-)
-mutant(
-    "devices: --deterministic ignored",
-    "common",
-    "torch.use_deterministic_algorithms(args.deterministic)",
-    "torch.use_deterministic_algorithms(False)",
-    "survivors::test_deterministic_is_handed_to_torch",
-)
+mutant("scaler: skipped steps forgotten at resume", "common", 'self.skipped.fill_(state["skipped"])', "pass",
+       "survivors::test_scaler_goes_on_where_it_was_saved")
+mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass",
+       "survivors::test_scaler_goes_on_where_it_was_saved")
+mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:",
+       "training_math::test_clip_grad_norm_returns_the_norm_before[0.1]")
+mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(parameters, limit, norm)",
+       "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in parameters]",
+       "training_math::test_clip_grad_norm_returns_the_norm_before[0.1]")
+mutant("ema: another decay", "common", "get_ema_multi_avg_fn(0.99)", "get_ema_multi_avg_fn(0.9)",
+       "survivors::test_ema_and_swa_are_what_they_say")
+mutant("ema: buffers not averaged", "common", 'use_buffers=args.average == "ema"', "use_buffers=False",
+       "survivors::test_ema_and_swa_are_what_they_say")
+mutant("devices: the first one for all", "common", "torch.accelerator.set_device_index(local_rank)",
+       "torch.accelerator.set_device_index(0)", MANY + "17_device_is_chosen_before_anything_else")
+mutant("devices: all cores for every process", "common", "len(os.sched_getaffinity(0)) // processes", "len(os.sched_getaffinity(0))",
+       LAST + "38_workers_stay_and_cores_are_divided")
+mutant("devices: --deterministic ignored", "common", "torch.use_deterministic_algorithms(args.deterministic)",
+       "torch.use_deterministic_algorithms(False)", "survivors::test_deterministic_is_handed_to_torch")
 
 # --------------------------------------------------------------------------------------------------------------- checkpoint.py
 
 RESTORE = 'for name in ("optimizer", "scheduler", "scaler"):\n            getattr'
-mutant(
-    "save: file not on the disk before the rename",
-    "checkpoint",
-    "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n",
-    "",
-    DURABLE,
-)
+mutant("save: file not on the disk before the rename", "checkpoint",
+       "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n", "", DURABLE)
 mutant("save: name not on the disk", "checkpoint", "    os.fsync(folder)  # and the name too\n", "", DURABLE)
-mutant(
-    "save: written over the old file",
-    "checkpoint",
-    "os.replace(temporary, path)\n    finally",
-    "shutil.copyfile(temporary, path)\n    finally",
-    DURABLE,
-)
-mutant(
-    "save: temporary file in another folder",
-    "checkpoint",
-    'temporary = path.with_name(f".{path.name}.tmp")',
-    'temporary = path.parent.parent / f".{path.name}.tmp"',
-    DURABLE,
-)
-mutant(
-    "save: half a file stays behind",
-    "checkpoint",
-    "        temporary.unlink(missing_ok=True)\n    folder",
-    "        pass\n    folder",
-    "checkpoint::test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other",
-)
+mutant("save: written over the old file", "checkpoint", "os.replace(temporary, path)\n    finally",
+       "shutil.copyfile(temporary, path)\n    finally", DURABLE)
+mutant("save: temporary file in another folder", "checkpoint", 'temporary = path.with_name(f".{path.name}.tmp")',
+       'temporary = path.parent.parent / f".{path.name}.tmp"', DURABLE)
+mutant("save: half a file stays behind", "checkpoint", "        temporary.unlink(missing_ok=True)\n    folder", "        pass\n    folder",
+       "checkpoint::test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
 mutant("save: previous.pt not kept", "checkpoint", 'keep_previous(self.folder / "last.pt")', "pass", f"{DAMAGED}[truncated]")
-mutant(
-    "save: NaN is written",
-    "checkpoint",
-    "if bad := non_finite(checkpoint):",
-    "if bad := []:",
-    "checkpoint::test_non_finite_parameters_never_reach_a_file",
-)
-mutant(
-    "save: NaN in the average is written",
-    "checkpoint",
-    '{**checkpoint["model"], **checkpoint["average"]}',
-    'checkpoint["model"]',
-    "survivors::test_non_finite_average_never_reaches_a_file",
-)
-mutant(
-    "save: --save-every ignored",
-    "checkpoint",
-    "if stop or (args.save_every and state.global_step % args.save_every == 0):",
-    "if stop:",
-    "survivors::test_save_every_saves_within_the_epoch",
-)
-mutant(
-    "save: best.pt is the last",
-    "checkpoint",
-    "best = state.best is None or score > state.best",
-    "best = True",
-    "survivors::test_best_is_not_the_last",
-)
-mutant(
-    "save: best.pt is the worst", "checkpoint", "score > state.best\n", "score < state.best\n", "checkpoint::test_best_and_kept_checkpoints"
-)
-mutant(
-    "load: runs code in the file",
-    "checkpoint",
-    "weights_only=True)",
-    "weights_only=False)",
-    "checkpoint::test_hostile_pickle_is_refused_and_does_not_run",
-)
+mutant("save: NaN is written", "checkpoint", "if bad := non_finite(checkpoint):", "if bad := []:",
+       "checkpoint::test_non_finite_parameters_never_reach_a_file")
+mutant("save: NaN in the average is written", "checkpoint", '{**checkpoint["model"], **checkpoint["average"]}', 'checkpoint["model"]',
+       "survivors::test_non_finite_average_never_reaches_a_file")
+mutant("save: --save-every ignored", "checkpoint", "if stop or (args.save_every and state.global_step % args.save_every == 0):", "if stop:",
+       "survivors::test_save_every_saves_within_the_epoch")
+mutant("save: best.pt is the last", "checkpoint", "best = state.best is None or score > state.best", "best = True",
+       "survivors::test_best_is_not_the_last")
+mutant("save: best.pt is the worst", "checkpoint", "score > state.best\n", "score < state.best\n",
+       "checkpoint::test_best_and_kept_checkpoints")
+mutant("load: runs code in the file", "checkpoint", "weights_only=True)", "weights_only=False)",
+       "checkpoint::test_hostile_pickle_is_refused_and_does_not_run")
 mutant("load: checksums not tested", "checkpoint", "damaged := file.testzip()", "damaged := None", f"{DAMAGED}[flipped]")
 mutant("load: to the device that saved it", "checkpoint", 'map_location="cpu", ', "", MANY + "17_device_is_chosen_before_anything_else")
-mutant(
-    "load: format not looked at",
-    "checkpoint",
-    'or checkpoint.get("format") != FORMAT',
-    "",
-    "survivors::test_checkpoint_of_another_format_is_refused",
-)
-mutant(
-    "resume: no fallback to previous.pt",
-    "checkpoint",
-    'for name in ("last.pt", "previous.pt")',
-    'for name in ("last.pt",)',
-    f"{DAMAGED}[truncated]",
-)
-mutant(
-    "resume: changed options not noticed",
-    "checkpoint",
-    'check_config(args, checkpoint["config"], path)',
-    "pass",
-    "checkpoint::test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]",
-)
-mutant(
-    "resume: another seed counts as harmless",
-    "checkpoint",
-    'HARMLESS |= {"channels_last",',
-    'HARMLESS |= {"seed", "channels_last",',
-    "checkpoint::test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]",
-)
-mutant(
-    "resume: a task may not move",
-    "checkpoint",
-    "then, now = Path(then).name, Path(now).name",
-    "pass",
-    "survivors::test_task_may_move_to_another_folder",
-)
+mutant("load: format not looked at", "checkpoint", 'or checkpoint.get("format") != FORMAT', "",
+       "survivors::test_checkpoint_of_another_format_is_refused")
+mutant("resume: no fallback to previous.pt", "checkpoint", 'for name in ("last.pt", "previous.pt")', 'for name in ("last.pt",)',
+       f"{DAMAGED}[truncated]")
+mutant("resume: changed options not noticed", "checkpoint", 'check_config(args, checkpoint["config"], path)', "pass",
+       "checkpoint::test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]")
+mutant("resume: another seed counts as harmless", "checkpoint", 'HARMLESS |= {"channels_last",', 'HARMLESS |= {"seed", "channels_last",',
+       "checkpoint::test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]")
+mutant("resume: a task may not move", "checkpoint", "then, now = Path(then).name, Path(now).name", "pass",
+       "survivors::test_task_may_move_to_another_folder")
 mutant("resume: optimizer not restored", "checkpoint", RESTORE, RESTORE.replace('"optimizer", ', ""), f"{BITWISE}[single-1-9]")
-mutant(
-    "resume: scheduler not restored",
-    "checkpoint",
-    RESTORE,
-    RESTORE.replace('"scheduler", ', ""),
-    MANY + "23_learning_rate_goes_on_at_resume",
-)
-mutant(
-    "resume: scaler not restored",
-    "checkpoint",
-    RESTORE,
-    RESTORE.replace(', "scaler"', ""),
-    "survivors::test_loss_scale_of_fp16_goes_on_at_resume",
-)
+mutant("resume: scheduler not restored", "checkpoint", RESTORE, RESTORE.replace('"scheduler", ', ""),
+       MANY + "23_learning_rate_goes_on_at_resume")
+mutant("resume: scaler not restored", "checkpoint", RESTORE, RESTORE.replace(', "scaler"', ""),
+       "survivors::test_loss_scale_of_fp16_goes_on_at_resume")
 mutant("resume: average not restored", "checkpoint", "self.average.load_state_dict({", "dict({", f"{BITWISE}[single-1-9]")
-mutant(
-    "resume: learning rate of the shorter run",
-    "checkpoint",
-    'group["lr"] = peak * factor(self.global_step)',
-    "pass",
-    "checkpoint::test_more_epochs_follow_the_longer_schedule_from_the_first_step",
-)
-mutant(
-    "resume: each rank for itself",
-    "checkpoint",
-    "checkpoint, error = broadcast_object((checkpoint, error))",
-    "pass",
-    LAST + "31_rank_0_reads_and_decides",
-)
+mutant("resume: learning rate of the shorter run", "checkpoint", 'group["lr"] = peak * factor(self.global_step)', "pass",
+       "checkpoint::test_more_epochs_follow_the_longer_schedule_from_the_first_step")
+mutant("resume: each rank for itself", "checkpoint", "checkpoint, error = broadcast_object((checkpoint, error))", "pass",
+       LAST + "31_rank_0_reads_and_decides")
 mutant("resume: sums of the log forgotten", "checkpoint", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
-mutant(
-    "resume: sums of the log restored on every rank",
-    "checkpoint",
-    "            if is_rank0():  # the sums",
-    "            if True:  # the sums",
-    f"{BITWISE}[ddp-2-9]",
-)
-mutant(
-    "average: never evaluated",
-    "checkpoint",
-    'self.average.module if getattr(self.average, "n_averaged", 0) else self.net',
-    "self.net",
-    "survivors::test_ema_and_swa_are_what_they_say",
-)
-mutant(
-    "swa: from the first epoch",
-    "checkpoint",
-    "state.epoch >= args.epochs * 3 // 4",
-    "state.epoch >= 0",
-    "survivors::test_ema_and_swa_are_what_they_say",
-)
-mutant(
-    "log: not cut back",
-    "checkpoint",
-    "self.file.truncate(self._kept_bytes(checkpoint))",
-    "pass",
-    "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn",
-)
-mutant(
-    "log: evaluation after the checkpoint kept",
-    "checkpoint",
-    'entry["epoch"] < checkpoint["epoch"] if',
-    'entry["epoch"] <= checkpoint["epoch"] if',
-    "survivors::test_evaluation_after_the_checkpoint_is_logged_once",
-)
-mutant(
-    "log: --eval-only cuts it",
-    "checkpoint",
-    "        if not args.eval_only:\n            self.file.truncate",
-    "        if True:\n            self.file.truncate",
-    "survivors::test_eval_only_leaves_the_log",
-)
+mutant("resume: sums of the log restored on every rank", "checkpoint", "            if is_rank0():  # the sums",
+       "            if True:  # the sums", f"{BITWISE}[ddp-2-9]")
+mutant("average: never evaluated", "checkpoint", 'self.average.module if getattr(self.average, "n_averaged", 0) else self.net', "self.net",
+       "survivors::test_ema_and_swa_are_what_they_say")
+mutant("swa: from the first epoch", "checkpoint", "state.epoch >= args.epochs * 3 // 4", "state.epoch >= 0",
+       "survivors::test_ema_and_swa_are_what_they_say")
+mutant("log: not cut back", "checkpoint", "self.file.truncate(self._kept_bytes(checkpoint))", "pass",
+       "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+mutant("log: evaluation after the checkpoint kept", "checkpoint", 'entry["epoch"] < checkpoint["epoch"] if',
+       'entry["epoch"] <= checkpoint["epoch"] if', "survivors::test_evaluation_after_the_checkpoint_is_logged_once")
+mutant("log: --eval-only cuts it", "checkpoint", "        if not args.eval_only:\n            self.file.truncate",
+       "        if True:\n            self.file.truncate", "survivors::test_eval_only_leaves_the_log")
 mutant("log: skipped steps counted twice", "checkpoint", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
-mutant(
-    "log: loss of the whole run",
-    "checkpoint",
-    "        self.meter.clear()\n",
-    "",
-    "survivors::test_logged_loss_is_that_since_the_last_line",
-)
+mutant("log: loss of the whole run", "checkpoint", "        self.meter.clear()\n", "",
+       "survivors::test_logged_loss_is_that_since_the_last_line")
 mutant("lock: none", "checkpoint", "fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", LAST + "31_rank_0_reads_and_decides")
-mutant(
-    "schedule: stands still when a step is skipped",
-    "checkpoint",
-    "        state.scheduler.step()\n",
-    "        if not state.scaler.in_a_row:\n            state.scheduler.step()\n",
-    MANY + "22_skipped_steps_are_counted",
-)
+mutant("schedule: stands still when a step is skipped", "checkpoint", "        state.scheduler.step()\n",
+       "        if not state.scaler.in_a_row:\n            state.scheduler.step()\n", MANY + "22_skipped_steps_are_counted")
 mutant("divergence: never ends", "checkpoint", "state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "checkpoint", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
 mutant("stop: every rank by itself", "checkpoint", "flag = int(tensor)", "flag = self.received", ONE + "11_sigterm_saves[0]")
-mutant(
-    "stop: only if all ranks were told",
-    "checkpoint",
-    "dist.ReduceOp.MAX, async_op",
-    "dist.ReduceOp.MIN, async_op",
-    ONE + "11_sigterm_saves[0]",
-)
-mutant(
-    "stop: signals of the ranks added",
-    "checkpoint",
-    "dist.ReduceOp.MAX, async_op",
-    "dist.ReduceOp.SUM, async_op",
-    "survivors::test_signal_to_all_ranks_is_one_signal",
-)
+mutant("stop: only if all ranks were told", "checkpoint", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op",
+       ONE + "11_sigterm_saves[0]")
+mutant("stop: signals of the ranks added", "checkpoint", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
+       "survivors::test_signal_to_all_ranks_is_one_signal")
 mutant("stop: without saving", "checkpoint", "if stop or (args.save_every and", "if (args.save_every and", f"{BITWISE}[single-1-9]")
 mutant("stop: SIGTERM ends with 0", "checkpoint", "signal.SIGTERM: 143", "signal.SIGTERM: 0", ONE + "11_sigterm_saves[0]")
-mutant(
-    "stop: SIGINT ends with 143",
-    "checkpoint",
-    "signal.SIGINT: 130",
-    "signal.SIGINT: 143",
-    LAST + "39_nothing_outlives_the_launcher[SIGINT]",
-)
-mutant(
-    "stop: SIGUSR1 ends with 138",
-    "checkpoint",
-    "signal.SIGUSR1: 0",
-    "signal.SIGUSR1: 138",
-    "survivors::test_signal_to_all_ranks_is_one_signal",
-)
+mutant("stop: SIGINT ends with 143", "checkpoint", "signal.SIGINT: 130", "signal.SIGINT: 143",
+       LAST + "39_nothing_outlives_the_launcher[SIGINT]")
+mutant("stop: SIGUSR1 ends with 138", "checkpoint", "signal.SIGUSR1: 0", "signal.SIGUSR1: 138",
+       "survivors::test_signal_to_all_ranks_is_one_signal")
 
 # ------------------------------------------------------------------------------------------------------ launch.py and options.py
 
-mutant(
-    "launch: rank 0 of each machine writes",
-    "launch",
-    "dist.get_rank() == 0 if is_distributed()",
-    'os.environ.get("LOCAL_RANK", "0") == "0" if is_distributed()',
-    LAST + "32_one_rank_of_all_machines_saves",
-)
-mutant(
-    "launch: every rank prints",
-    "launch",
-    "    if is_rank0():\n        print(",
-    "    if True:\n        print(",
-    "survivors::test_signal_to_all_ranks_is_one_signal",
-)
-mutant(
-    "launch: bad arguments end with 1",
-    "launch",
-    'announce_end(2, f"error',
-    'announce_end(1, f"error',
-    "cli::test_bad_command_line_ends_with_code_2_and_one_line",
-)
+mutant("launch: rank 0 of each machine writes", "launch", "dist.get_rank() == 0 if is_distributed()",
+       'os.environ.get("LOCAL_RANK", "0") == "0" if is_distributed()', LAST + "32_one_rank_of_all_machines_saves")
+mutant("launch: every rank prints", "launch", "    if is_rank0():\n        print(", "    if True:\n        print(",
+       "survivors::test_signal_to_all_ranks_is_one_signal")
+mutant("launch: bad arguments end with 1", "launch", 'announce_end(2, f"error', 'announce_end(1, f"error',
+       "cli::test_bad_command_line_ends_with_code_2_and_one_line")
 mutant("launch: a stop ends with 0", "launch", "announce_end(stop.code, f", "announce_end(0, f", ONE + "11_sigterm_saves[0]")
-mutant(
-    "launch: leaves before rank 0 has saved",
-    "launch",
-    "            dist.barrier()",
-    "            pass",
-    LAST + "31_rank_0_reads_and_decides",
-)
-mutant(
-    "launch: unused parameters not explained",
-    "launch",
-    'if "find_unused_parameters=True" in str(error):',
-    "if False:",
-    MANY + "28_unused_parameters",
-)
-mutant(
-    "launch: ranks outlive torchrun", "launch", "ctypes.CDLL(None).prctl(1, signal.SIGTERM)", "pass", LAST + "39_nothing_outlives_torchrun"
-)
-mutant(
-    "launch: local rank of SLURM for the rank", "launch", '"RANK": "SLURM_PROCID"', '"RANK": "SLURM_LOCALID"', LAST + "40_ranks_from_slurm"
-)
-mutant(
-    "launch: nodes of SLURM meet on localhost",
-    "launch",
-    '"SLURM_NNODES", "1") != "1"',
-    '"SLURM_NNODES", "1") == "0"',
-    LAST + "40_ranks_from_slurm",
-)
+mutant("launch: leaves before rank 0 has saved", "launch", "            dist.barrier()", "            pass",
+       LAST + "31_rank_0_reads_and_decides")
+mutant("launch: unused parameters not explained", "launch", 'if "find_unused_parameters=True" in str(error):', "if False:",
+       MANY + "28_unused_parameters")
+mutant("launch: ranks outlive torchrun", "launch", "ctypes.CDLL(None).prctl(1, signal.SIGTERM)", "pass",
+       LAST + "39_nothing_outlives_torchrun")
+mutant("launch: local rank of SLURM for the rank", "launch", '"RANK": "SLURM_PROCID"', '"RANK": "SLURM_LOCALID"',
+       LAST + "40_ranks_from_slurm")
+mutant("launch: nodes of SLURM meet on localhost", "launch", '"SLURM_NNODES", "1") != "1"', '"SLURM_NNODES", "1") == "0"',
+       LAST + "40_ranks_from_slurm")
 mutant("launch: a fixed port", "launch", 'return "127.0.0.1", 0', 'return "127.0.0.1", 29473', MANY + "15_two_jobs_on_one_machine")
-mutant(
-    "launch: unknown host waited for",
-    "launch",
-    "socket.getaddrinfo(url.hostname, url.port)",
-    "pass",
-    f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]",
-)
-mutant(
-    "launch: a dead rank is success",
-    "launch",
-    "return error.exit_code if error.exit_code > 0 else 1",
-    "return 0",
-    ONE + "06_dead_rank_ends_the_job[exits 1]",
-)
-mutant(
-    "launch: a killed rank has no code of its own",
-    "launch",
-    "return error.exit_code if error.exit_code > 0 else 1",
-    "return error.exit_code",
-    ONE + "06_dead_rank_ends_the_job[is killed]",
-)
+mutant("launch: unknown host waited for", "launch", "socket.getaddrinfo(url.hostname, url.port)", "pass",
+       f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]")
+mutant("launch: a dead rank is success", "launch", "return error.exit_code if error.exit_code > 0 else 1", "return 0",
+       ONE + "06_dead_rank_ends_the_job[exits 1]")
+mutant("launch: a killed rank has no code of its own", "launch", "return error.exit_code if error.exit_code > 0 else 1",
+       "return error.exit_code", ONE + "06_dead_rank_ends_the_job[is killed]")
 mutant("launch: signals not handed on", "launch", "os.kill(process.pid, number)", "pass", LAST + "39_nothing_outlives_the_launcher[SIGINT]")
-mutant(
-    "launch: --timeout in minutes",
-    "launch",
-    "timedelta(seconds=args.timeout)",
-    "timedelta(minutes=args.timeout)",
-    "survivors::test_timeout_reaches_the_process_group[ddp-2]",
-)
+mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(written)", "code = 0",
+       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
+mutant("launch: SIGUSR1 unknown to torchrun", "launch", "signal.signal(signal.SIGUSR1, hand_on)", "pass",
+       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
+mutant("restart: begins anew", "checkpoint", 'args.resume == "auto" or restarted():', 'args.resume == "auto":',
+       "survivors::test_restarted_process_goes_on_or_gives_up")
+mutant("restart: an early failure is repeated", "checkpoint", "if restarted() and not own:", "if False:",
+       "survivors::test_restarted_process_goes_on_or_gives_up")
+mutant("restart: refused because its folder holds a run", "options", "and not restarted() and (Path", "and (Path",
+       "survivors::test_restarted_process_goes_on_or_gives_up")
+mutant("launch: --timeout in minutes", "launch", "timedelta(seconds=args.timeout)", "timedelta(minutes=args.timeout)",
+       "survivors::test_timeout_reaches_the_process_group[ddp-2]")
 
-mutant(
-    "options: batch size not compared with devices",
-    "options",
-    "if args.batch_size < world_size * args.accum_steps:",
-    "if False:",
-    f"{REFUSED}[ddp-65 ]",
-)
-mutant(
-    "options: accumulation not counted",
-    "options",
-    "if args.batch_size < world_size * args.accum_steps:",
-    "if args.batch_size < world_size:",
-    f"{REFUSED}[single-1 --accum-steps 65]",
-)
-mutant(
-    "options: --local_rank unknown",
-    "options",
-    '"--local-rank", "--local_rank", type',
-    '"--local-rank", type',
-    "cli::test_local_rank_is_accepted_in_both_spellings[--local_rank=3]",
-)
-mutant(
-    "options: booleans cannot be turned off",
-    "options",
-    '"action": argparse.BooleanOptionalAction',
-    '"action": "store_true"',
-    "cli::test_booleans_can_be_turned_off_and_help_is_readable[single]",
-)
+mutant("options: batch size not compared with devices", "options", "if args.batch_size < world_size * args.accum_steps:", "if False:",
+       f"{REFUSED}[ddp-65 ]")
+mutant("options: accumulation not counted", "options", "if args.batch_size < world_size * args.accum_steps:",
+       "if args.batch_size < world_size:", f"{REFUSED}[single-1 --accum-steps 65]")
+mutant("options: --local_rank unknown", "options", '"--local-rank", "--local_rank", type', '"--local-rank", type',
+       "cli::test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
+mutant("options: booleans cannot be turned off", "options", '"action": argparse.BooleanOptionalAction', '"action": "store_true"',
+       "cli::test_booleans_can_be_turned_off_and_help_is_readable[single]")
 mutant("options: abbreviations accepted", "options", "allow_abbrev=False", "allow_abbrev=True", f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
-mutant(
-    "options: a run is overwritten",
-    "options",
-    "and not restarted() and (Path",
-    "and not True and (Path",
-    f"{REFUSED}[single-1 --output-dir TMP/run]",
-)
-mutant(
-    "options: more processes than accelerators",
-    "options",
-    "local_world_size > available:",
-    "False:",
-    "cli::test_more_processes_than_accelerators_is_refused",
-)
+mutant("options: a run is overwritten", "options", "and not restarted() and (Path", "and not True and (Path",
+       f"{REFUSED}[single-1 --output-dir TMP/run]")
+mutant("options: more processes than accelerators", "options", "local_world_size > available:", "False:",
+       "cli::test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "options", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
-mutant(
-    "options: fp16 and float64 together",
-    "options",
-    'if args.amp != "off" and args.dtype == "float64":',
-    "if False:",
-    f"{REFUSED}[single-1 --amp fp16 --dtype float64]",
-)
-mutant(
-    "options: a task without metrics",
-    "options",
-    '"per_sample_loss", "per_sample_metrics"]',
-    '"per_sample_loss"]',
-    f"{REFUSED}[single-1 --task TMP/three.py]",
-)
-mutant(
-    "options: keyword-only options of a task not filled in",
-    "options",
-    "option: getattr(args, option) for option in options",
-    "option: 0.0 for option in options",
-    "survivors::test_label_smoothing_reaches_the_loss",
-)
+mutant("options: fp16 and float64 together", "options", 'if args.amp != "off" and args.dtype == "float64":', "if False:",
+       f"{REFUSED}[single-1 --amp fp16 --dtype float64]")
+mutant("options: a task without metrics", "options", '"per_sample_loss", "per_sample_metrics"]', '"per_sample_loss"]',
+       f"{REFUSED}[single-1 --task TMP/three.py]")
+mutant("options: keyword-only options of a task not filled in", "options", "option: getattr(args, option) for option in options",
+       "option: 0.0 for option in options", "survivors::test_label_smoothing_reaches_the_loss")
 
 # --------------------------------------------------------------------------------------------------------- replicas.py, task.py
 
-mutant(
-    "replicas: buffers shared",
-    "replicas",
-    "buffer.clone() if r else buffer",
-    "buffer",
-    "survivors::test_data_parallel_is_ddp_with_batchnorm",
-)
-mutant(
-    "replicas: buffers never updated",
-    "replicas",
-    "buffer.clone() if r else buffer",
-    "buffer.clone()",
-    "survivors::test_data_parallel_is_ddp_with_batchnorm",
-)
-mutant(
-    "replicas: all drop the same units",
-    "replicas",
-    "            torch.manual_seed(seed + r)\n            outputs",
-    "            torch.manual_seed(seed)\n            outputs",
-    f"{MASKS}[dp-2]",
-)
-mutant(
-    "replicas: cut otherwise than torch does",
-    "replicas",
-    "list(value.chunk(pieces))",
-    "list(value.tensor_split(pieces))",
-    LAST + "29_data_parallel_gathers_losses",
-)
-mutant(
-    "replicas: first outputs twice",
-    "replicas",
-    "for output in outputs]) for name",
-    "for output in [outputs[0], *outputs[:-1]]]) for name",
-    f"{EQUAL}[dp-2-1]",
-)
+mutant("replicas: buffers shared", "replicas", "buffer.clone() if r else buffer", "buffer",
+       "survivors::test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: buffers never updated", "replicas", "buffer.clone() if r else buffer", "buffer.clone()",
+       "survivors::test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: all drop the same units", "replicas", "            torch.manual_seed(seed + r)\n            outputs",
+       "            torch.manual_seed(seed)\n            outputs", f"{MASKS}[dp-2]")
+mutant("replicas: cut otherwise than torch does", "replicas", "list(value.chunk(pieces))", "list(value.tensor_split(pieces))",
+       LAST + "29_data_parallel_gathers_losses")
+mutant("replicas: first outputs twice", "replicas", "for output in outputs]) for name",
+       "for output in [outputs[0], *outputs[:-1]]]) for name", f"{EQUAL}[dp-2-1]")
 mutant("sync-bn: gradient not summed", "replicas", "        dist.all_reduce(gradient)\n", "", "sync_batchnorm::test_all_reduce_gradient[2]")
 mutant("sync-bn: input changed in place", "replicas", "        value = value.clone()\n", "", "sync_batchnorm::test_all_reduce_gradient[2]")
 mutant("sync-bn: biased running variance", "replicas", "variance * (n / (n - 1))", "variance", f"{SYNC_BN}[1d-default-2]")
-mutant(
-    "sync-bn: variance of the rank alone",
-    "replicas",
-    "AllReduceSum.apply(centred.square().sum(dims)) / n",
-    "centred.square().mean(dims)",
-    f"{SYNC_BN}[1d-default-2]",
-)
-mutant(
-    "sync-bn: mean of the ranks' means",
-    "replicas",
-    "torch.cat([value.sum(dims), count])",
-    "torch.cat([value.mean(dims), torch.ones_like(count)])",
-    f"{SYNC_BN}[1d-default-2]",
-)
-mutant(
-    "sync-bn: momentum None",
-    "replicas",
-    "1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum",
-    "self.momentum or 0.1",
-    f"{SYNC_BN}[1d-momentum None-2]",
-)
-mutant(
-    "sync-bn: statistics of the batch in evaluation", "replicas", "if not self.training or not (", "if not (", f"{SYNC_BN}[1d-default-2]"
-)
+mutant("sync-bn: variance of the rank alone", "replicas", "AllReduceSum.apply(centred.square().sum(dims)) / n",
+       "centred.square().mean(dims)", f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: mean of the ranks' means", "replicas", "torch.cat([value.sum(dims), count])",
+       "torch.cat([value.mean(dims), torch.ones_like(count)])", f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: momentum None", "replicas", "1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum",
+       "self.momentum or 0.1", f"{SYNC_BN}[1d-momentum None-2]")
+mutant("sync-bn: statistics of the batch in evaluation", "replicas", "if not self.training or not (", "if not (",
+       f"{SYNC_BN}[1d-default-2]")
 
-mutant(
-    "task: augmentation without the epoch",
-    "task",
-    "common.keyed_uniform(self.seed, self.epoch,",
-    "common.keyed_uniform(self.seed, 0,",
-    f"{AUGMENTED}[0-3-0-in memory]",
-)
-mutant(
-    "task: augmentation by the place in the batch",
-    "task",
-    "index.numpy(), 3)",
-    "np.arange(len(index)), 3)",
-    f"{AUGMENTED}[0-3-0-in memory]",
-)
-mutant(
-    "task: augmentation without the seed",
-    "task",
-    "shift=1, seed=args.seed)",
-    "shift=1)",
-    "survivors::test_default_task_augments_by_the_seed_and_only_in_training",
-)
-mutant(
-    "task: held-out images augmented",
-    "task",
-    "ImagesInMemory(images[1437:], labels[1437:])",
-    "ImagesInMemory(images[1437:], labels[1437:], shift=1)",
-    "survivors::test_default_task_augments_by_the_seed_and_only_in_training",
-)
-mutant(
-    "task: trained on held-out images",
-    "task",
-    "ImagesInMemory(images[:1437], labels[:1437]",
-    "ImagesInMemory(images, labels",
-    "sampling::test_digits_are_split_as_the_licence_note_says",
-)
-mutant(
-    "task: label smoothing ignored", "task", ", label_smoothing=label_smoothing)", ")", "survivors::test_label_smoothing_reaches_the_loss"
-)
+mutant("task: augmentation without the epoch", "task", "common.keyed_uniform(self.seed, self.epoch,", "common.keyed_uniform(self.seed, 0,",
+       f"{AUGMENTED}[0-3-0-in memory]")
+mutant("task: augmentation by the place in the batch", "task", "index.numpy(), 3)", "np.arange(len(index)), 3)",
+       f"{AUGMENTED}[0-3-0-in memory]")
+mutant("task: augmentation without the seed", "task", "shift=1, seed=args.seed)", "shift=1)",
+       "survivors::test_default_task_augments_by_the_seed_and_only_in_training")
+mutant("task: held-out images augmented", "task", "ImagesInMemory(images[1437:], labels[1437:])",
+       "ImagesInMemory(images[1437:], labels[1437:], shift=1)", "survivors::test_default_task_augments_by_the_seed_and_only_in_training")
+mutant("task: trained on held-out images", "task", "ImagesInMemory(images[:1437], labels[:1437]", "ImagesInMemory(images, labels",
+       "sampling::test_digits_are_split_as_the_licence_note_says")
+mutant("task: label smoothing ignored", "task", ", label_smoothing=label_smoothing)", ")",
+       "survivors::test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "survivors::test_metrics_of_the_default_task")
-mutant(
-    "task: shift to one side only",
-    "task",
-    "(2 * self.shift + 1)).long()",
-    "(self.shift + 1)).long()",
-    "sampling::test_shift_moves_the_image_by_at_most_one_pixel",
-)
+mutant("task: shift to one side only", "task", "(2 * self.shift + 1)).long()", "(self.shift + 1)).long()",
+       "sampling::test_shift_moves_the_image_by_at_most_one_pixel")
 
+# fmt: on
 
 # -------------------------------------------------------------------------------------------------------------------- the program
 
