@@ -23,7 +23,19 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from common import Meter, NoAverage, Scaler, Stopped, UsageError, broadcast_object, is_distributed, is_rank0, print0, to_device
+from common import (
+    Meter,
+    NoAverage,
+    Scaler,
+    Stopped,
+    UsageError,
+    broadcast_object,
+    is_distributed,
+    is_rank0,
+    print0,
+    to_device,
+    wait_for_all,
+)
 from options import restarted
 
 FORMAT = 1  # of a checkpoint; raised when its keys change
@@ -318,6 +330,9 @@ class Run:
         line = {"event": "eval", "epoch": self.state.epoch, "global_step": self.state.global_step, **metrics}
         self._write(line, f"epoch {self.state.epoch + 1}/{self.args.epochs}  eval  {values}  ({metrics['count']} samples)")
 
+        if self.args.eval_only:
+            wait_for_all()
+
     def _write(self, line: dict[str, Any], text: str) -> None:
         if not is_rank0():
             return
@@ -337,6 +352,8 @@ class Run:
         state.best = score if best else state.best
         kept = [f"epoch-{state.epoch:04}.pt"] if self.args.keep_every and state.epoch % self.args.keep_every == 0 else []
         self.save("last.pt", *(["best.pt"] if best else []), *kept)
+        if state.epoch >= self.args.epochs:
+            wait_for_all()
 
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names. Call it on every rank: the sums since the last log line are reduced."""

@@ -37,11 +37,12 @@ from launch import (
     rendezvous_address,
     run_worker,
     timeout,
+    wait_for_all,
 )
 from options import UsageError, check_run, load_task, parse_args, resolve_device_type
 
 __all__ = ["Stopped", "UsageError", "backend", "check_run", "exit_code", "is_rank0", "join", "launcher_ranks", "load_task", "parse_args"]
-__all__ += ["print0", "rendezvous_address", "run_worker", "timeout"]
+__all__ += ["print0", "rendezvous_address", "run_worker", "timeout", "wait_for_all"]
 
 
 # ------------------------------------------------------------------------------------------------------- devices and processes

@@ -42,8 +42,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
     except UsageError as error:
         return announce_end(2, f"error: {error}")
     except Stopped as stop:
-        if is_distributed():
-            dist.barrier()  # a launcher kills the other ranks when one exits with a code: not before rank 0 has saved
+        wait_for_all()
         code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})")
     except RuntimeError as error:
         if "find_unused_parameters=True" in str(error):
@@ -75,6 +74,12 @@ def is_distributed() -> bool:
 def is_rank0() -> bool:
     """Global rank 0, not local rank 0: of several machines only one may write."""
     return dist.get_rank() == 0 if is_distributed() else int(os.environ.get("RANK", 0)) == 0
+
+
+def wait_for_all() -> None:
+    """Call it on every rank before the run ends: no rank leaves before rank 0 has saved, or while others still talk to it."""
+    if is_distributed():
+        dist.barrier()
 
 
 def print0(*values: Any, file: Any = None) -> None:
