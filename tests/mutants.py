@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -387,7 +388,7 @@ mutant("launch: every rank prints", "launch", "    if is_rank0():\n        print
 mutant("launch: bad arguments end with 1", "launch", 'announce_end(2, f"error', 'announce_end(1, f"error',
        "cli::test_bad_command_line_ends_with_code_2_and_one_line")
 mutant("launch: a stop ends with 0", "launch", "announce_end(stop.code, f", "announce_end(0, f", ONE + "11_sigterm_saves[0]")
-mutant("launch: leaves before rank 0 has saved", "launch", "            dist.barrier()", "            pass",
+mutant("launch: leaves before rank 0 has saved", "launch", "        dist.barrier()", "        pass",
        LAST + "31_rank_0_reads_and_decides")
 mutant("launch: unused parameters not explained", "launch", 'if "find_unused_parameters=True" in str(error):', "if False:",
        MANY + "28_unused_parameters")
@@ -485,9 +486,9 @@ mutant("task: shift to one side only", "task", "(2 * self.shift + 1)).long()", "
 # -------------------------------------------------------------------------------------------------------------------- the program
 
 
-def copy_project(folder: Path) -> Path:
+def copy_project(source: Path, folder: Path) -> Path:
     ignored = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache", "shared")
-    return Path(shutil.copytree(ROOT, folder / "project", ignore=ignored))
+    return Path(shutil.copytree(source, folder / "project", ignore=ignored))
 
 
 def run_tests(project: Path, selection: Iterable[str], timeout: float) -> tuple[int | None, str]:
@@ -518,10 +519,10 @@ class Outcome(NamedTuple):
     remark: str = ""
 
 
-def try_mutant(mutant: Mutant) -> Outcome:
+def try_mutant(source: Path, mutant: Mutant) -> Outcome:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as name:
-        project = copy_project(Path(name))
+        project = copy_project(source, Path(name))
         (project / mutant.file).write_text(mutant.apply(project))
         code, output = run_tests(project, mutant.selection(), TIMEOUT)
     seconds = time.monotonic() - started
@@ -532,11 +533,11 @@ def try_mutant(mutant: Mutant) -> Outcome:
     return Outcome(mutant, "", seconds, f"{reasons.get(code, f'pytest ended with {code}')}\n{output[-1500:]}")
 
 
-def check_baseline(selection: list[str]) -> None:
+def check_baseline(source: Path, selection: list[str]) -> None:
     """All tests must pass without a fault, or a failure would say nothing."""
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as name, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         halves = [sorted(selection)[i::SIDE_BY_SIDE] for i in range(SIDE_BY_SIDE)]
-        projects = [copy_project(Path(tempfile.mkdtemp(dir=name))) for _ in halves]
+        projects = [copy_project(source, Path(tempfile.mkdtemp(dir=name))) for _ in halves]
         for code, output in pool.map(lambda project, half: run_tests(project, half, 900) if half else (0, ""), projects, halves):
             if code != 0:
                 sys.exit(f"the tests fail without a fault, so that they cannot tell:\n{output[-3000:]}")
@@ -565,10 +566,11 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(f"{mutant.name} ({mutant.file}): {', '.join(mutant.tests)}" for mutant in chosen))
         return 0
     started = time.monotonic()
-    check_baseline(list(dict.fromkeys(test for mutant in chosen for test in mutant.selection())))
     outcomes = []
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        for outcome in pool.map(try_mutant, chosen):
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        source = copy_project(ROOT, Path(name))  # what is edited meanwhile does not count
+        check_baseline(source, list(dict.fromkeys(test for mutant in chosen for test in mutant.selection())))
+        for outcome in pool.map(functools.partial(try_mutant, source), chosen):
             outcomes.append(outcome)
             if not args.markdown:
                 verdict = outcome.killer or f"SURVIVED: {outcome.remark}"
