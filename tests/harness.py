@@ -7,11 +7,13 @@ rendezvous is a file or a port that the system chose, and every rank has one thr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -94,6 +96,7 @@ def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
     code = 1
     try:
         code = target() or 0
