@@ -44,6 +44,7 @@ MAX_SKIPPED_IN_A_ROW = 10
 HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
 HARMLESS |= {"tensorboard", "device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile"}
 HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters"}
+WHAT_IS_EVALUATED = {"dataset", "image_size", "model", "task", "dtype", "average", "optimizer", "freeze", "label_smoothing"}
 
 
 @dataclasses.dataclass
@@ -154,9 +155,10 @@ def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
                 raise
             print(f"{error}; falling back to {paths[i + 1]}", file=sys.stderr, flush=True)
             continue
-        if not args.eval_only:
-            check_config(args, checkpoint["config"], path)
+        check_config(args, checkpoint["config"], path)
         return checkpoint
+    if args.eval_only:
+        raise UsageError(f"--resume auto: there is no checkpoint in {args.output_dir} to evaluate")
     return None
 
 
@@ -166,14 +168,16 @@ def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -
         then = config.get(name, now)
         if name == "task":
             then, now = Path(then).name, Path(now).name
-        if name not in HARMLESS and then != now:
+        if name in HARMLESS or (args.eval_only and name not in WHAT_IS_EVALUATED):
+            continue
+        if then != now:
             raise UsageError(f"--{name.replace('_', '-')} {now}: {path} was made with {then}; use that, or start anew without --resume")
 
 
 def non_finite(checkpoint: dict[str, Any]) -> list[str]:
     """Return the names of the model's and the average's tensors that hold a NaN or an infinity."""
-    tensors = {**checkpoint["model"], **checkpoint["average"]}
-    return [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    tensors = [*checkpoint["model"].items(), *checkpoint["average"].items()]  # under the same names
+    return [name for name, tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all()]
 
 
 class StopSignal:
@@ -348,10 +352,10 @@ class Run:
         state, score = self.state, next(value for name, value in metrics.items() if name != "loss")
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
-        best = state.best is None or score > state.best
+        best = math.isfinite(score) and (state.best is None or score > state.best)
         state.best = score if best else state.best
         kept = [f"epoch-{state.epoch:04}.pt"] if self.args.keep_every and state.epoch % self.args.keep_every == 0 else []
-        self.save("last.pt", *(["best.pt"] if best else []), *kept)
+        self.save(*(["best.pt"] if best else []), *kept, "last.pt")  # the last one counts the epoch as done
         if state.epoch >= self.args.epochs:
             wait_for_all()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import atexit
 import bisect
+import ctypes
 import fnmatch
 import math
 import multiprocessing
 import os
+import random
 import signal
 import types
 import warnings
@@ -190,7 +192,7 @@ class ShardSampler(Sampler):
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         if length == 0:
             raise UsageError("the evaluation set is empty")
-        self.shard, self.batch_size = range(rank, length, world_size), batch_size
+        self.shard, self.batch_size = range(rank, length, world_size), math.ceil(batch_size / world_size)
 
     def __len__(self) -> int:
         return math.ceil(len(self.shard) / self.batch_size)
@@ -203,7 +205,8 @@ class ShardSampler(Sampler):
 class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name, and makes all their randomness a pure function of (seed, epoch, index).
 
-    A data set with `set_epoch` and `__getitems__` returns a ready batch itself; for any other, torch's generator is seeded per sample.
+    A data set with `set_epoch` and `__getitems__` returns a ready batch itself; for any other, the generators of torch, Python and numpy
+    are seeded per sample.
     """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
@@ -218,6 +221,8 @@ class KeyedDataset(Dataset):
         samples = []
         for index in indices:
             torch.manual_seed(mix(self.seed, epoch, index))
+            random.seed(torch.initial_seed())
+            np.random.seed(torch.initial_seed() % 2**32)
             samples.append(self.dataset[index])
         return default_collate(samples)
 
@@ -242,6 +247,7 @@ def _identity(batch: Any) -> Any:
 def _ignore_signals(worker: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a worker that outlives its rank would hold the lock on the run's folder
 
 
 def _end_workers() -> None:
@@ -259,7 +265,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: map_tensors(function, value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        values = [map_tensors(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a namedtuple, or not
     raise TypeError(f"a sample holds tensors and nested tuples, lists and dicts of them, not {type(tree).__name__}")
 
 
@@ -408,6 +415,8 @@ class Meter:
     def add(self, **values: Tensor) -> None:
         """Add one tensor [n] a name."""
         for name, value in values.items():
+            if value.dim() != 1 or len(value) != len(next(iter(values.values()))):
+                raise ValueError(f"{name} must be [n], one number a sample, as all of them; got {tuple(value.shape)}")
             self.sums[name] = self.sums.get(name, 0) + value.detach().sum(dtype=self.dtype)
         self.count += len(value)
 

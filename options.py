@@ -140,6 +140,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     """Parse and check the command line of a mode; for ddp, `world_size` is the launcher's (or what it is going to be)."""
     args = build_parser(mode).parse_args(argv)
     world_size = world_size or int(os.environ.get("WORLD_SIZE", 1)) if mode == "ddp" else 1
+    if mode != "ddp":
+        os.environ.pop("RANK", None)  # of some other launcher: here it would silence what is the only, or first, rank
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if option := {"dp": "replicas", "spawn": "nproc"}.get(mode):
@@ -182,7 +184,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         raise UsageError("--resume auto needs --output-dir, the folder whose last.pt it looks for")
     if args.resume not in (None, "auto") and not Path(args.resume).is_file():
         raise UsageError(f"--resume {args.resume}: no such file")
-    if args.output_dir and args.resume is None and not restarted() and (Path(args.output_dir) / "last.pt").exists():
+    own = args.resume == "auto" or (args.resume and Path(args.resume).resolve().parent == Path(args.output_dir or "").resolve())
+    if args.output_dir and not own and not args.eval_only and not restarted() and (Path(args.output_dir) / "last.pt").exists():
         raise UsageError(f"--output-dir {args.output_dir} already holds a run; continue it with --resume auto, or choose another folder")
     return args
 
@@ -242,8 +245,7 @@ def check_run(args: argparse.Namespace) -> None:
         raise UsageError(f"--batch-size {args.batch_size} is larger than the training set ({len(train)} samples): an epoch would be empty")
     if len(held_out) == 0:
         raise UsageError("the evaluation set is empty")
-    with torch.device("meta"):
-        freeze(args, task.build_model(args))
+    freeze(args, task.build_model(args))
     find_checkpoint(args)
     if getattr(args, "dist_url", None):
         rendezvous_address(args)

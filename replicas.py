@@ -85,7 +85,8 @@ def _chunk(value: Any, pieces: int) -> list[Any]:
         return list(value.chunk(pieces))
     if isinstance(value, dict):
         return [dict(zip(value, parts)) for parts in zip(*(_chunk(item, pieces) for item in value.values()))]
-    return [type(value)(parts) for parts in zip(*(_chunk(item, pieces) for item in value))]
+    parts = zip(*(_chunk(item, pieces) for item in value))
+    return [type(value)(*part) if hasattr(value, "_fields") else type(value)(part) for part in parts]
 
 
 class AllReduceSum(torch.autograd.Function):
@@ -120,6 +121,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(value)
         dims = [0, *range(2, value.dim())]
         shape = [1, -1] + [1] * (value.dim() - 2)
+        given, value = value.dtype, value.to(torch.promote_types(value.dtype, torch.float32))  # sums overflow in half precision
         count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
         total = AllReduceSum.apply(torch.cat([value.sum(dims), count]))
         mean, n = total[:-1] / total[-1], total[-1].item()
@@ -132,7 +134,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
                 self.running_var.lerp_((variance * (n / (n - 1))).to(self.running_var.dtype), factor)  # unbiased, as nn.BatchNorm keeps it
         normalised = centred * torch.rsqrt(variance + self.eps).view(shape)
-        return normalised * self.weight.view(shape) + self.bias.view(shape) if self.affine else normalised
+        return (normalised * self.weight.view(shape) + self.bias.view(shape) if self.affine else normalised).to(given)
 
 
 def convert_sync_batchnorm(module: nn.Module, device: torch.device) -> nn.Module:

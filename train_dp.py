@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
     train_set, val_set = task.build_datasets(args)
     train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed)
-    val_sampler = common.ShardSampler(len(val_set), args.batch_size)
+    val_sampler = common.ShardSampler(len(val_set), args.batch_size // args.accum_steps)
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 

@@ -62,7 +62,7 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
 
     train_set, val_set = task.build_datasets(args)
     train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size, args.accum_steps)  # a piece
-    val_sampler = common.ShardSampler(len(val_set), args.batch_size, rank, world_size)  # unpadded
+    val_sampler = common.ShardSampler(len(val_set), args.batch_size // args.accum_steps, rank, world_size)  # unpadded
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 

@@ -129,8 +129,9 @@ mutant("ddp: a rank leaves its own NaN out", "train_ddp", f"            {SCALED}
        f"            if not losses.isfinite().all():\n                continue\n            {SCALED}", ONE + "05_nan_on_one_rank")
 mutant("ddp: evaluates the weights, not their average", "train_ddp", EVALUATE, EVALUATE.replace("state.averaged()", "net"),
        f"{FEATURE}[ddp-4-ema]")
-mutant("ddp: every rank evaluates everything", "train_ddp", "ShardSampler(len(val_set), args.batch_size, rank, world_size)",
-       "ShardSampler(len(val_set), args.batch_size)", MANY + "19_all_ranks_evaluate")
+mutant("ddp: every rank evaluates everything", "train_ddp",
+       "ShardSampler(len(val_set), args.batch_size // args.accum_steps, rank, world_size)",
+       "ShardSampler(len(val_set), args.batch_size // args.accum_steps)", MANY + "19_all_ranks_evaluate")
 mutant("ddp: @record missing", "train_ddp", "@record  # torchrun then shows the traceback of the rank that failed first\n", "",
        LAST + "41_torchrun_shows_the_cause")
 mutant("ddp: --timeout not handed on", "train_ddp", ", timeout=common.timeout(args))  # finds", ")  # finds",
@@ -192,10 +193,10 @@ mutant("sampler: the ragged tail is kept", "common", "accum_steps, length // bat
        PIECES)
 mutant("sampler: an empty epoch is accepted", "common", "if batch_size > length:", "if False:",
        "sampling::test_empty_epoch_is_an_error_that_names_both_numbers")
-mutant("evaluation: shards padded to the same length", "common", "range(rank, length, world_size), batch_size",
-       "[i % length for i in range(rank, -(-length // world_size) * world_size, world_size)], batch_size", SHARDS)
-mutant("evaluation: every rank starts at sample 0", "common", "range(rank, length, world_size), batch",
-       "range(0, length, world_size), batch", SHARDS)
+mutant("evaluation: shards padded to the same length", "common", "range(rank, length, world_size), math.ceil(batch_size",
+       "[i % length for i in range(rank, -(-length // world_size) * world_size, world_size)], math.ceil(batch_size", SHARDS)
+mutant("evaluation: every rank starts at sample 0", "common", "range(rank, length, world_size), math",
+       "range(0, length, world_size), math", SHARDS)
 mutant("evaluation: the last batch is dropped", "common", "range(0, len(self.shard), self.batch_size):",
        "range(0, len(self.shard) - self.batch_size + 1, self.batch_size):", SHARDS)
 mutant("augmentation: no seed per sample", "common", "torch.manual_seed(mix(self.seed, epoch, index))", "pass",
@@ -314,13 +315,14 @@ mutant("save: half a file stays behind", "checkpoint", "        temporary.unlink
 mutant("save: previous.pt not kept", "checkpoint", 'keep_previous(self.folder / "last.pt")', "pass", f"{DAMAGED}[truncated]")
 mutant("save: NaN is written", "checkpoint", "if bad := non_finite(checkpoint):", "if bad := []:",
        "checkpoint::test_non_finite_parameters_never_reach_a_file")
-mutant("save: NaN in the average is written", "checkpoint", '{**checkpoint["model"], **checkpoint["average"]}', 'checkpoint["model"]',
+mutant("save: NaN in the average is written", "checkpoint", ', *checkpoint["average"].items()]', "]",
        "survivors::test_non_finite_average_never_reaches_a_file")
 mutant("save: --save-every ignored", "checkpoint", "if stop or (args.save_every and state.global_step % args.save_every == 0):", "if stop:",
        "survivors::test_save_every_saves_within_the_epoch")
-mutant("save: best.pt is the last", "checkpoint", "best = state.best is None or score > state.best", "best = True",
+mutant("save: best.pt is the last", "checkpoint",
+       "best = math.isfinite(score) and (state.best is None or score > state.best)", "best = True",
        "survivors::test_best_is_not_the_last")
-mutant("save: best.pt is the worst", "checkpoint", "score > state.best\n", "score < state.best\n",
+mutant("save: best.pt is the worst", "checkpoint", "or score > state.best)\n", "or score < state.best)\n",
        "checkpoint::test_best_and_kept_checkpoints")
 mutant("load: runs code in the file", "checkpoint", "weights_only=True)", "weights_only=False)",
        "checkpoint::test_hostile_pickle_is_refused_and_does_not_run")

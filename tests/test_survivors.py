@@ -5,9 +5,11 @@ import functools
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 from datetime import timedelta
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -287,19 +289,22 @@ def test_restarted_process_goes_on_or_gives_up(tmp_path, monkeypatch):
         checkpoint.find_checkpoint(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "empty")))
 
 
-def poison_average_in_epoch_2(rank):
+def poison_in_epoch_2(part, rank):
     end_epoch = checkpoint.Run.end_epoch
 
     def poison(run, metrics):
         if run.state.epoch == 1:
-            run.state.average.module.first.weight.data[0] = float("nan")
+            {"average": run.state.average.module, "net": run.state.net}[part].first.weight.data[0] = float("nan")
         end_epoch(run, metrics)
 
     checkpoint.Run.end_epoch = poison
 
 
-def test_non_finite_average_never_reaches_a_file(tmp_path):
-    result = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path, patch=poison_average_in_epoch_2)
+@pytest.mark.parametrize("part", ["average", "net"])
+def test_non_finite_average_never_reaches_a_file(part, tmp_path):
+    """Nor do weights whose average is finite: both stand under the same names."""
+    patch = functools.partial(poison_in_epoch_2, part)
+    result = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path, patch=patch)
     assert "not saved, the last good checkpoint stays: non-finite values in first.weight" in result.err
     assert result.checkpoint()["epoch"] == 1
 
@@ -311,7 +316,7 @@ def print_saves(rank):
 
 def test_save_every_saves_within_the_epoch(tmp_path):
     result = train("single", 1, *BASE, "--epochs", "1", "--save-every", "2", folder=tmp_path, patch=print_saves)
-    assert printed(result.out, "saved") == [["last.pt", 2], ["last.pt", 4], ["last.pt", 6], ["last.pt", 6], ["best.pt", 6]]
+    assert printed(result.out, "saved") == [["last.pt", 2], ["last.pt", 4], ["last.pt", 6], ["best.pt", 6], ["last.pt", 6]]
 
 
 def decide_scores(rank):
@@ -403,3 +408,69 @@ def test_metrics_of_the_default_task():
     metrics = task.per_sample_metrics(outputs, torch.tensor([9, 8, 5, 4]))
     assert list(metrics) == ["top1", "top5"]
     assert metrics["top1"].tolist() == [1, 0, 0, 0] and metrics["top5"].tolist() == [1, 1, 1, 0]
+
+
+def first_score_is_nan(rank):
+    end_epoch = checkpoint.Run.end_epoch
+    checkpoint.Run.end_epoch = lambda run, metrics: end_epoch(run, metrics | {"top1": [float("nan"), 0.2, 0.1][run.state.epoch]})
+
+
+def test_nan_score_is_not_the_best_for_ever(tmp_path):
+    result = train("single", 1, *BASE, "--epochs", "3", folder=tmp_path, patch=first_score_is_nan)
+    assert result.checkpoint("best.pt")["epoch"] == 2 and result.checkpoint()["best"] == 0.2
+
+
+def test_resume_from_elsewhere_does_not_overwrite_another_run(tmp_path):
+    first, second = (train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / name) for name in ("first", "second"))
+    before = second.lines
+    refused = train("single", 1, *BASE, "--epochs", "2", "--resume", first.folder / "last.pt", folder=tmp_path / "second")
+    assert refused.code == 2 and "already holds a run" in refused.err and refused.lines == before
+
+
+def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
+    trained = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path)
+    options = ["--eval-only", "--resume", trained.folder / "last.pt"]
+    same = train("single", 1, *BASE, "--average", "ema", "--batch-size", "7", *options, folder=tmp_path / "same")
+    assert same.eval_lines()[0]["loss"] == pytest.approx(trained.eval_lines()[-1]["loss"], rel=1e-12)
+    other = train("single", 1, *BASE, *options, folder=tmp_path / "other")
+    assert other.code == 2 and "--average none" in other.err and "was made with ema" in other.err
+    nothing = train("single", 1, *BASE, "--eval-only", "--resume", "auto", folder=tmp_path / "nothing")
+    assert nothing.code == 2 and "there is no checkpoint" in nothing.err
+
+
+def test_rank_left_in_the_environment_does_not_silence_a_single_run(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    make_args("single", *BASE)
+    assert common.is_rank0()
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(1.0), torch.ones(4, 1), torch.ones(1)])
+def test_a_loss_that_is_not_one_number_a_sample_is_refused(loss):
+    """A mean in its place would be summed as if it were one sample."""
+    with pytest.raises(ValueError, match=r"must be \[n\], one number a sample"):
+        common.Meter(torch.device("cpu")).add(top1=torch.ones(4), loss=loss)
+
+
+class DrawsFromEverywhere(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()]), torch.tensor(index)
+
+
+def test_augmentation_by_python_or_numpy_is_keyed_by_the_sample_too():
+    dataset = common.KeyedDataset(DrawsFromEverywhere(), seed=0)
+    one, other = dataset.__getitems__((1, [3, 5]))[0], dataset.__getitems__((1, [5, 2]))[0]
+    assert one[1].equal(other[0])
+    assert (one[0] != one[1]).all() and (dataset.__getitems__((2, [5]))[0][0] != one[1]).all()
+
+
+class Pair(NamedTuple):
+    box: torch.Tensor
+    label: torch.Tensor
+
+
+def test_namedtuples_stay_namedtuples():
+    first, second = common.split_batch(Pair(torch.arange(4), torch.arange(4)), 2)
+    assert isinstance(first, Pair) and first.box.tolist() == [0, 1] and second.label.tolist() == [2, 3]
