@@ -6,12 +6,11 @@ Every distributed helper is an identity without a process group and returns new 
 from __future__ import annotations
 
 import argparse
-import atexit
 import bisect
 import ctypes
 import fnmatch
 import math
-import multiprocessing
+import multiprocessing.util
 import os
 import random
 import signal
@@ -235,7 +234,7 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
         workers = 0 if keyed.whole_batches else min(8, torch.get_num_threads())
     options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
     if workers:
-        atexit.register(_end_workers)
+        multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
     pin = device.type != "cpu"
     return DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
 
