@@ -214,7 +214,7 @@ mutant("augmentation: draws without the index", "common", "keys, np.arange(draws
 mutant("loader: workers started anew every epoch", "common", '{"persistent_workers": True, ', "{",
        LAST + "38_workers_stay_and_cores_are_divided")
 mutant("loader: workers do not ignore signals", "common", "signal.signal(number, signal.SIG_IGN)", "pass", ONE + "11_sigterm_saves[2]")
-mutant("loader: workers not ended at exit", "common", "atexit.register(_end_workers)", "pass",
+mutant("loader: workers not ended at exit", "common", "multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)", "pass",
        ONE + "06_error_with_loader_workers_ends_the_process")
 mutant("split_batch: strided micro-batches", "common", "tensor.tensor_split(pieces)[i]", "tensor[i::pieces]",
        "sampling::test_split_batch_cuts_nested_targets_along_the_first_dimension[2]")
