@@ -165,7 +165,7 @@ def torchrun(argv: list[str]) -> int:
         raise SignalException(f"got signal {number}", signal.Signals(number))  # torchrun then sends it to the ranks and waits for them
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["END_FILE"] = str(Path(folder) / "end")  # rank 0 writes why it ended on purpose: see common.announce_end
+        os.environ["END_FILE"] = str(Path(folder) / "end")  # rank 0 writes why it ended on purpose: see announce_end
         # A store of its own for every start: in the one that torchrun shares, restarted ranks find the addresses of dead ones and hang
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         signal.signal(signal.SIGUSR1, hand_on)  # SLURM's warning; torchrun itself does not know it and would die
