@@ -24,12 +24,16 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from common import (
+    MAX_SKIPPED_IN_A_ROW,
+    GlobalBatchSampler,
     Meter,
     NoAverage,
     Scaler,
     Stopped,
     UsageError,
+    announce_end,
     broadcast_object,
+    earlier_failure,
     is_distributed,
     is_rank0,
     print0,
@@ -39,11 +43,11 @@ from common import (
 from options import restarted
 
 FORMAT = 1  # of a checkpoint; raised when its keys change
-MAX_SKIPPED_IN_A_ROW = 10
 # Options that may differ when a run is resumed, because the run they describe is the same one.
 HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
 HARMLESS |= {"tensorboard", "device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile"}
-HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters"}
+HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters", "skip_corrupt"}
+KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "epoch", "step", "global_step", "best", "samples", "log", "config"}
 WHAT_IS_EVALUATED = {"dataset", "image_size", "model", "task", "dtype", "average", "optimizer", "freeze", "label_smoothing"}
 
 
@@ -73,6 +77,7 @@ class State:
         return {"format": FORMAT, "model": self.net.state_dict(), **parts, **position}
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Raises if it does not fit the network or the optimizer."""
         for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
             group["fused"] = now["fused"]  # belongs to the device, which may be another one
         self.net.load_state_dict(checkpoint["model"])
@@ -96,6 +101,9 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())  # the data must be on the disk before the name points to it
         os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch tells of a full disk in words of its own
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{path} could not be written (is the disk full?); the last good file stays: {reason}") from error
     finally:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -127,7 +135,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # a truncated, damaged or hostile file raises almost anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(f"--resume {path}: damaged, or not a checkpoint ({reason}); name another file or start anew") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT or not checkpoint.keys() >= KEYS:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
     return checkpoint
 
@@ -145,7 +153,7 @@ def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.resume == "auto" or restarted():
         own = [path for name in ("last.pt", "previous.pt") if (path := output_folder(args) / name).exists()]
         if restarted() and not own:
-            raise Stopped(1, "a rank failed before the first checkpoint, and would again; its traceback stands above")
+            raise Stopped(1, f"a rank failed before the first checkpoint, and would again: {earlier_failure()}")
         paths = own or paths
     for i, path in enumerate(paths):
         try:
@@ -183,18 +191,22 @@ def non_finite(checkpoint: dict[str, Any]) -> list[str]:
 class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) ask for a stop at a step boundary, the same one on every rank.
 
-    The agreement of one step is collected during the next, so that no rank ever waits for it.
+    The agreement of one step is collected during the next, so that no rank ever waits for it. An evaluation may take longer than whoever
+    stops the run has patience for: `save_now`, if set, is called at once.
     """
 
     CODES: ClassVar = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
 
     def __init__(self) -> None:
-        self.received, self.pending = 0, None
+        self.received, self.pending, self.save_now = 0, None, None
         for number in self.CODES:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: Any) -> None:
         self.received = max(self.received, list(self.CODES).index(number) + 1)
+        save, self.save_now = self.save_now, None
+        if save:
+            save()
 
     def agreed(self) -> signal.Signals | None:
         """Call once a step on every rank; return the signal on which all ranks stop now."""
@@ -217,9 +229,9 @@ class Run:
     Creating it restores `state` from `--resume`.
     """
 
-    def __init__(self, args: argparse.Namespace, state: State, steps_per_epoch: int, device: torch.device) -> None:
-        self.args, self.state, self.steps_per_epoch, self.device = args, state, steps_per_epoch, device
-        self.meter, self.stop, self.bar, self.writer = Meter(device), StopSignal(), None, None
+    def __init__(self, args: argparse.Namespace, state: State, sampler: GlobalBatchSampler, device: torch.device) -> None:
+        self.args, self.state, self.sampler, self.device = args, state, sampler, device
+        self.steps_per_epoch, self.meter, self.bar, self.writer = sampler.steps_per_epoch, Meter(device), None, None
         checkpoint = error = None
         if is_rank0():
             try:
@@ -230,18 +242,20 @@ class Run:
                 error = UsageError(f"--output-dir {args.output_dir}: {problem}")
         checkpoint, error = broadcast_object((checkpoint, error))
         if error:
+            error.by_all = True
             raise error
         if checkpoint:
-            state.restore(checkpoint)
-            if is_rank0():  # the sums since the last log line are those of all ranks: one of them carries them on
-                self.meter.restore(checkpoint["log"])
-            print0(f"resumed at epoch {state.epoch + 1}, step {state.step}")
+            self._restore(checkpoint)
+        if not args.eval_only:  # which has nothing to save
+            self.stop = StopSignal()
 
     def _open(self) -> dict[str, Any] | None:
         """Make the folder, lock it, find the checkpoint, and cut the log back to it. Rank 0 only."""
         args = self.args
         self.folder = output_folder(args)
         checkpoint = find_checkpoint(args)
+        if checkpoint and checkpoint["samples"] != self.sampler.length and not args.eval_only:
+            raise UsageError(f"the training set has {self.sampler.length} samples, and had {checkpoint['samples']} before: another run")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "metrics.jsonl", "a+")  # noqa: SIM115 (open, and locked, as long as the run)
         try:
@@ -256,6 +270,19 @@ class Run:
             self.writer = SummaryWriter(self.folder, purge_step=checkpoint["global_step"] + 1 if checkpoint else None)
         print(f"output folder: {self.folder}", flush=True)
         return checkpoint
+
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        state, epochs = self.state, self.args.epochs
+        try:
+            state.restore(checkpoint)
+        except (RuntimeError, ValueError, KeyError) as error:
+            problem = UsageError(f"--resume {self.args.resume}: does not fit the model or the optimizer: {' '.join(str(error).split())}")
+            problem.by_all = True
+            raise problem from error
+        if is_rank0():  # the sums since the last log line are those of all ranks: one of them carries them on
+            self.meter.restore(checkpoint["log"])
+        done = "" if state.epoch < epochs else f": all {epochs} epochs are done, more --epochs would go on"
+        print0(f"resumed at epoch {state.epoch + 1}, step {state.step}{done}")
 
     def _kept_bytes(self, checkpoint: dict[str, Any] | None) -> int:
         """Length of the part of metrics.jsonl that was written before the checkpoint; the rest will be written again."""
@@ -274,8 +301,8 @@ class Run:
 
     def batches(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the batches that are left of the epoch, on the device, behind a progress bar if someone is watching."""
-        loader.batch_sampler.set_position(self.state.epoch, self.state.step)
-        self.clock = time.perf_counter()
+        self.sampler.set_position(self.state.epoch, self.state.step)
+        self.clock, self.untimed = time.perf_counter(), self.meter.count  # of before a resume
         if is_rank0() and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -285,6 +312,7 @@ class Run:
             yield to_device(batch, self.device)
         if self.bar is not None:
             self.bar = self.bar.close()
+        self.stop.save_now = self._save_between_epochs
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save, or stop if it is time for it. Call it on every rank after each optimizer step."""
@@ -298,15 +326,16 @@ class Run:
             state.average.update_parameters(state.net)
         if self.bar is not None:
             self.bar.update()
-        if state.global_step % MAX_SKIPPED_IN_A_ROW == 0 and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        if state.global_step % MAX_SKIPPED_IN_A_ROW == 0 and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:  # to read it is to wait
             raise Stopped(3, f"diverged: {MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients, up to step {state.global_step}")
         if state.global_step % args.log_every == 0 or state.step == self.steps_per_epoch:
             self._log_train(lr, grad_norm)
-        stop = self.stop.agreed()
+        stop, saved = self.stop.agreed(), True
         if stop or (args.save_every and state.global_step % args.save_every == 0):
-            self.save("last.pt")
+            saved = self.save("last.pt")
         if stop:
-            raise Stopped(StopSignal.CODES[stop], f"stopped by {stop.name} after saving step {state.global_step}")
+            step = f"after saving step {state.global_step}" if saved else f"at step {state.global_step}, which was not saved"
+            raise Stopped(StopSignal.CODES[stop], f"stopped by {stop.name} {step}")
 
     def _log_train(self, lr: float, grad_norm: Tensor) -> None:
         state, means, skipped = self.state, self.meter.mean(), int(self.state.scaler.skipped.item())
@@ -319,8 +348,8 @@ class Run:
             "loss": means["loss"],
             "lr": lr,
         }
-        line |= {"images_per_s": means["count"] / (now - self.clock), "grad_norm": grad_norm.item(), "skipped": skipped}
-        self.clock = now
+        line |= {"images_per_s": (means["count"] - self.untimed) / (now - self.clock), "grad_norm": grad_norm.item(), "skipped": skipped}
+        self.clock, self.untimed = now, 0
         self.meter.clear()
         state.scaler.skipped.zero_()
         warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
@@ -331,11 +360,10 @@ class Run:
     def log_eval(self, metrics: dict[str, float]) -> None:
         """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
         values = "  ".join(f"{name} {value:.6f}" for name, value in metrics.items() if name != "count")
-        line = {"event": "eval", "epoch": self.state.epoch, "global_step": self.state.global_step, **metrics}
-        self._write(line, f"epoch {self.state.epoch + 1}/{self.args.epochs}  eval  {values}  ({metrics['count']} samples)")
-
-        if self.args.eval_only:
-            wait_for_all()
+        after_epoch = self.args.eval_only and self.state.step == 0 < self.state.epoch  # a checkpoint counts the epoch as done
+        epoch = self.state.epoch - after_epoch
+        line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
+        self._write(line, f"epoch {epoch + 1}/{self.args.epochs}  eval  {values}  ({metrics['count']} samples)")
 
     def _write(self, line: dict[str, Any], text: str) -> None:
         if not is_rank0():
@@ -350,25 +378,37 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if this was the best. Call it on every rank."""
         state, score = self.state, next(value for name, value in metrics.items() if name != "loss")
+        self.stop.save_now = None
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         best = math.isfinite(score) and (state.best is None or score > state.best)
         state.best = score if best else state.best
         kept = [f"epoch-{state.epoch:04}.pt"] if self.args.keep_every and state.epoch % self.args.keep_every == 0 else []
         self.save(*(["best.pt"] if best else []), *kept, "last.pt")  # the last one counts the epoch as done
-        if state.epoch >= self.args.epochs:
-            wait_for_all()
 
-    def save(self, *names: str) -> None:
+    def finish(self) -> int:
+        """Call it on every rank when all is done; return the exit code."""
+        wait_for_all()
+        return announce_end(0, "")
+
+    def save(self, *names: str) -> bool:
         """Write the checkpoint under these names. Call it on every rank: the sums since the last log line are reduced."""
         totals = self.meter.totals()
-        if not is_rank0():
-            return
-        checkpoint = {**self.state.checkpoint(), "log": totals, "config": vars(self.args)}
+        return not is_rank0() or self._write_checkpoint(totals, *names)
+
+    def _save_between_epochs(self) -> None:
+        """Write last.pt before the evaluation is done; it will be made again. No other rank is needed: no sums are open."""
+        if is_rank0():
+            self._write_checkpoint({"count": 0.0}, "last.pt")
+
+    def _write_checkpoint(self, totals: dict[str, float], *names: str) -> bool:
+        config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str, list, type(None)))}
+        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": totals, "config": config}
         if bad := non_finite(checkpoint):
             print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
-            return
+            return False
         os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log
         keep_previous(self.folder / "last.pt")
         for name in names:
             save_checkpoint(checkpoint, self.folder / name)
+        return True

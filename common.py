@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import random
 import signal
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,24 +28,30 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from launch import (
-    Stopped,
+    announce_end,
     backend,
+    earlier_failure,
     exit_code,
     is_distributed,
     is_rank0,
     join,
     launcher_ranks,
+    meeting_point,
     print0,
     rendezvous_address,
     run_worker,
+    serve,
     timeout,
     wait_for_all,
 )
-from options import UsageError, check_run, load_task, parse_args, resolve_device_type
+from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
 
-__all__ = ["Stopped", "UsageError", "backend", "check_run", "exit_code", "is_rank0", "join", "launcher_ranks", "load_task", "parse_args"]
-__all__ += ["print0", "rendezvous_address", "run_worker", "timeout", "wait_for_all"]
+__all__ = ["Stopped", "UsageError", "announce_end", "backend", "check_run", "earlier_failure", "exit_code", "is_rank0", "join"]
+__all__ += ["launcher_ranks", "load_task", "meeting_point", "parse_args", "print0", "rendezvous_address", "run_worker", "serve", "timeout"]
+__all__ += ["wait_for_all"]
 
+
+MAX_SKIPPED_IN_A_ROW = 10
 
 # ------------------------------------------------------------------------------------------------------- devices and processes
 
@@ -52,6 +59,8 @@ __all__ += ["print0", "rendezvous_address", "run_worker", "timeout", "wait_for_a
 def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics and threads."""
     device_type = resolve_device_type(args.device)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
     if device_type == "cpu":
@@ -108,7 +117,7 @@ def repeat_first_backward(args: argparse.Namespace, task: types.SimpleNamespace,
         return
     device = next(model.parameters()).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    inputs, targets = to_device(default_collate([dataset[0], dataset[0]]), device)
+    inputs, targets = to_device(KeyedDataset(dataset, args).__getitems__((state.epoch, [0, 0])), device)
     model.train()
     with autocast(args, device):
         losses = task.per_sample_loss(model(inputs), targets)
@@ -205,11 +214,11 @@ class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name, and makes all their randomness a pure function of (seed, epoch, index).
 
     A data set with `set_epoch` and `__getitems__` returns a ready batch itself; for any other, the generators of torch, Python and numpy
-    are seeded per sample.
+    are seeded per sample. A sample that cannot be read is named; under `--skip-corrupt` the next one that can takes its place.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset, args: argparse.Namespace) -> None:
+        self.dataset, self.seed, self.skip_corrupt = dataset, args.seed, args.skip_corrupt
         self.whole_batches = hasattr(dataset, "set_epoch") and hasattr(dataset, "__getitems__")
 
     def __getitems__(self, key: tuple[int, list[int]]) -> Any:
@@ -217,26 +226,54 @@ class KeyedDataset(Dataset):
         if self.whole_batches:
             self.dataset.set_epoch(epoch)
             return self.dataset.__getitems__(indices)
-        samples = []
-        for index in indices:
-            torch.manual_seed(mix(self.seed, epoch, index))
-            random.seed(torch.initial_seed())
-            np.random.seed(torch.initial_seed() % 2**32)
-            samples.append(self.dataset[index])
-        return default_collate(samples)
+        return default_collate([self._sample(epoch, index) for index in indices])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        torch.manual_seed(mix(self.seed, epoch, index))
+        random.seed(torch.initial_seed())
+        np.random.seed(torch.initial_seed() % 2**32)
+        try:
+            return self.dataset[index]
+        except OSError as error:
+            message = f"sample {index} cannot be read: {error}"
+            if not self.skip_corrupt:
+                raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from error
+        print(f"{message}; the next one takes its place", file=sys.stderr, flush=True)
+        return self._sample(epoch, (index + 1) % len(self.dataset))
 
 
 def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
-    """A loader of the sampler's batches; its workers live as long as it does and leave signals to the main process."""
-    keyed = KeyedDataset(dataset, args.seed)
+    """A loader of the sampler's batches; its workers live as long as it does and leave signals to the main process.
+
+    They start here, before this process talks to other ranks or computes: a fork copies the locks that other threads hold, not the threads.
+    """
+    keyed = KeyedDataset(dataset, args)
     workers = args.workers
     if workers is None:
         workers = 0 if keyed.whole_batches else min(8, torch.get_num_threads())
     options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
     if workers:
         multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
+        sampler = _Late(sampler)
     pin = device.type != "cpu"
-    return DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
+    loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
+    if workers:
+        iter(loader)
+    return loader
+
+
+class _Late(Sampler):
+    """Yields nothing the first time, and then what `sampler` yields: so that workers can start before it is known what to load."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.started = sampler, False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        started, self.started = self.started, True
+        return iter(self.sampler) if started else iter(())
 
 
 def _identity(batch: Any) -> Any:
@@ -356,20 +393,30 @@ class Scaler(torch.amp.GradScaler):
     """A GradScaler for every precision: in float32 and bf16 its scale stays 1 and only its check for non-finite gradients is used.
 
     The check comes after the all-reduce, so that every rank skips the same steps. With a fused optimizer it happens on the device: no
-    host synchronisation per step. `skipped` counts since the last log line, `in_a_row` up to now, both on the device.
+    host synchronisation per step. `skipped` counts since the last log line, `in_a_row` up to now and not beyond ten, both on the device.
+    A step that is skipped leaves no trace in BatchNorm's statistics either, where one NaN would stay for ever.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device, net: nn.Module) -> None:
         self.fixed_scale = None if args.amp == "fp16" else 1.0
         super().__init__(device.type, init_scale=self.fixed_scale or 2.0**16)
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
+        self.statistics = [buffer for name, buffer in net.named_buffers() if name.endswith(("running_mean", "running_var"))]
+        self._keep_statistics()
+
+    def _keep_statistics(self) -> None:
+        self.kept = torch.cat([buffer.flatten() for buffer in self.statistics]) if self.statistics else None
 
     def update(self) -> None:
         found = [flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()]
         bad = (torch.stack(found).sum() > 0).float()
         self.skipped += bad
-        self.in_a_row = (self.in_a_row + bad) * bad
+        self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, (self.in_a_row + bad) * bad, self.in_a_row)
+        if self.statistics:
+            self.kept = torch.where(bad > 0, self.kept, torch.cat([buffer.flatten() for buffer in self.statistics]))
+            pieces = self.kept.split([buffer.numel() for buffer in self.statistics])
+            torch._foreach_copy_(self.statistics, [piece.view_as(buffer) for piece, buffer in zip(pieces, self.statistics)])
         super().update(self.fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -379,6 +426,7 @@ class Scaler(torch.amp.GradScaler):
         super().load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
+        self._keep_statistics()  # of the network, which was restored before
 
 
 def clip_grad_norm(net: nn.Module, limit: float | None) -> Tensor:

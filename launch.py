@@ -7,13 +7,18 @@ ranks ended, where torchrun itself only knows 0 and 1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
+import json
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,47 +29,68 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from options import UsageError
+from options import Stopped, UsageError
 
-
-class Stopped(Exception):
-    """The run ends early, on every rank at the same step, after everything worth keeping was saved; `code` is the exit code."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(code, reason)
-        self.code, self.reason = code, reason
+SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
+FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
+LOST_CONNECTION = re.compile(r"onnection (closed|reset|refused)|by peer|Broken pipe|Socket is not connected")
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit code: 0 done, 2 bad arguments, 3 diverged, 130/143 stopped by a signal after saving."""
+    if (end := os.environ.get("LAUNCH_END_FILE")) and Path(end).exists():
+        return 0  # torchrun started this process again, but the run ended on purpose
+    for number in SIGNALS:
+        signal.signal(number, _end_at_once)
     try:
-        code = main() or 0
+        code = main()
+        if code is None:
+            raise _recorded("the run was left before its end, without an error: does the task call sys.exit?")
+    except SystemExit as error:
+        raise _recorded(f"the run was left before its end, by sys.exit({error.code!r})") from error
     except UsageError as error:
-        return announce_end(2, f"error: {error}")
+        return announce_end(2, f"error: {error}", by_all=error.by_all)
     except Stopped as stop:
         wait_for_all()
-        code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})")
+        code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})" if stop.reason else "")
     except RuntimeError as error:
         if "find_unused_parameters=True" in str(error):
-            raise RuntimeError("some parameters took no part in the loss of the last step: add --find-unused-parameters") from error
+            raise _recorded("some parameters took no part in the loss of the last step: add --find-unused-parameters") from error
         raise
     if is_distributed():
         dist.destroy_process_group()
     return code
 
 
-def announce_end(code: int, message: str) -> int:
-    """Say on rank 0 why the run ends, and return the exit code of this process.
+def _recorded(message: str) -> RuntimeError:
+    """An error for torchrun's record too, which @record on main has not seen or has seen in other words."""
+    error = RuntimeError(message)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+    return error
+
+
+def _end_at_once(number: int, frame: Any) -> None:
+    """Until training begins nothing can be lost, and what the run waits for may never come."""
+    code = announce_end(128 + number, f"stopped by {signal.Signals(number).name} before training began", by_all=False)
+    os._exit(code)
+
+
+def announce_end(code: int, message: str, by_all: bool = True) -> int:
+    """Say why the run ends, and return the exit code of this process. If all ranks come here rank 0 speaks, else one a machine does.
 
     torchrun would restart processes that ended with a code, and has only 0 and 1 itself. So under `run.sh ddp`, which names the file
-    END_FILE, the code and the message go there, and the process ends with 0.
+    LAUNCH_END_FILE, the code and the message go there, and what all ranks do together ends with 0.
     """
-    path = os.environ.get("END_FILE")
-    if path and is_rank0():
-        Path(path).write_text(f"{code} {message}\n")
-    elif not path:
-        print0(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    return 0 if path else code
+    path = os.environ.get("LAUNCH_END_FILE")
+    if path and (is_rank0() or not by_all):
+        with contextlib.suppress(FileExistsError), open(path, "x") as file:  # the first word counts
+            file.write(f"{code} {message}\n")
+    elif message and (is_rank0() if by_all else os.environ.get("LOCAL_RANK", "0") == "0"):
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    return 0 if path and by_all else code
 
 
 def is_distributed() -> bool:
@@ -115,6 +141,7 @@ def timeout(args: argparse.Namespace) -> timedelta:
 def rendezvous_address(args: argparse.Namespace) -> tuple[str, int]:
     """Where spawned processes meet: `--dist-url`, or on one machine its loopback and port 0, which means any free one."""
     if args.dist_url is None:
+        stay_on_this_machine()
         return "127.0.0.1", 0
     url = urlsplit(args.dist_url)
     try:
@@ -124,29 +151,71 @@ def rendezvous_address(args: argparse.Namespace) -> tuple[str, int]:
     return url.hostname, url.port
 
 
-def run_worker(local_rank: int, worker: Callable, *arguments: Any) -> None:
-    """What a spawned process runs."""
-    sys.exit(exit_code(functools.partial(worker, local_rank, *arguments)))
+def serve(host: str, port: int) -> dist.TCPStore:
+    """Open the store where the ranks meet, before any of them connects; on one machine it listens on the loopback alone."""
+    if host != "127.0.0.1":
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    with socket.create_server((host, port)) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def meeting_point() -> str:
+    """Where the ranks of train_ddp.py meet: what torchrun says, or under `run.sh ddp` on one machine a file, new for every restart."""
+    file = os.environ.get("LAUNCH_MEETING_FILE")
+    return f"file://{file}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}" if file else "env://"
+
+
+def stay_on_this_machine() -> None:
+    """Let ranks that are all here talk over the loopback, which nobody else can reach."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+def run_worker(local_rank: int, worker: Callable, args: argparse.Namespace, *arguments: Any) -> None:
+    """What a spawned process runs; it knows its rank from the start, as under torchrun."""
+    os.environ.update(RANK=str(args.node_rank * args.nproc + local_rank), LOCAL_RANK=str(local_rank))
+    try:
+        code = exit_code(functools.partial(worker, local_rank, args, *arguments))
+    except Exception as error:
+        code = LOST if LOST_CONNECTION.search(str(error)) else FAILED
+        if code == FAILED:  # the others follow in silence, so that the cause is the last thing to be read
+            traceback.print_exc()
+    sys.exit(code)
 
 
 def join(context: mp.ProcessContext) -> int:
-    """Wait for spawned processes, hand signals on to them, and return their exit code; a traceback of theirs is raised here."""
+    """Wait for spawned processes, hand signals on to them, and return their exit code."""
 
     def hand_on(number: int, frame: Any) -> None:
         for process in context.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, hand_on)
-    try:
-        while not context.join(grace_period=30):
+    with contextlib.suppress(mp.ProcessExitedException):
+        while not context.join(grace_period=10):  # after a failure: a rank that hangs does not hold the others up for longer
             pass
-    except mp.ProcessExitedException as error:
-        if error.exit_code not in (2, 3, 130, 143):
-            print(error, file=sys.stderr)
-        return error.exit_code if error.exit_code > 0 else 1
-    return 0
+    code, words = outcome([process.exitcode for process in context.processes])
+    if words:
+        print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr, flush=True)
+    return code
+
+
+def outcome(codes: list[int]) -> tuple[int, str]:
+    """Return the exit code of a run whose spawned processes ended with `codes`, and what they have not said about it themselves."""
+    for code in codes:
+        if code in (2, 3, FAILED, *(128 + number for number in SIGNALS)):
+            return (1 if code == FAILED else code), ""
+    if killed := [(code, rank) for rank, code in enumerate(codes) if code < 0]:
+        code, rank = max(killed)  # not SIGTERM, the highest number, if there is another: that is what the rest were ended with
+        return (128 - code if -code in SIGNALS else 1), f"process {rank} was killed by {signal.Signals(-code).name}"
+    if silent := [(rank, code) for rank, code in enumerate(codes) if code not in (0, LOST)]:
+        return 1, "process {} left with exit code {}".format(*silent[0])
+    if LOST in codes:
+        return 1, f"process {codes.index(0)} left before the end" if 0 in codes else "a rank on another machine left first"
+    return 0, ""
 
 
 def backend(device: torch.device) -> str:
@@ -165,26 +234,50 @@ def torchrun(argv: list[str]) -> int:
         raise SignalException(f"got signal {number}", signal.Signals(number))  # torchrun then sends it to the ranks and waits for them
 
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["END_FILE"] = str(Path(folder) / "end")  # rank 0 writes why it ended on purpose: see announce_end
-        # A store of its own for every start: in the one that torchrun shares, restarted ranks find the addresses of dead ones and hang
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        end = Path(folder, "end")
+        os.environ["LAUNCH_END_FILE"] = str(end)  # where the ranks say that they ended on purpose: see announce_end
+        # One machine: launcher and ranks meet in files, and nothing listens to the network. A file of their own for every start: in the
+        # store that torchrun shares, restarted ranks find the addresses of dead ones and hang.
+        os.environ["LAUNCH_MEETING_FILE"] = str(Path(folder, "ranks"))
+        stay_on_this_machine()
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(Path(folder, "launchers")), "--rdzv-conf", "store_type=file"]
+        name = ["--rdzv-id", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"]
         signal.signal(signal.SIGUSR1, hand_on)  # SLURM's warning; torchrun itself does not know it and would die
         code, reason = 0, ""
         try:
-            run.main(argv)
+            run.main([*meet, *name, *argv])
         except SignalException as stop:
-            code, reason = 128 + stop.sigval.value, f"ended by {stop.sigval.name} before the first step"
+            code, reason = 128 + stop.sigval.value, f"stopped by {stop.sigval.name}; go on from the last checkpoint with --resume auto"
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            died = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            message = failure.message if failure.exitcode > 0 and failure.error_file_data else died
-            code, reason = 1, f"{error}\nrank {rank} failed first: {message}"
-        if (end := Path(os.environ["END_FILE"])).exists():
-            written, reason = end.read_text().strip().split(" ", 1)
+            code, reason = 1, f"{error}\n{_root_cause(error)}"
+        if end.exists():
+            written, reason = end.read_text().strip("\n").split(" ", 1)
             code = int(written)
     if reason:
         print(f"train_ddp.py: {reason}", file=sys.stderr, flush=True)
     return code
+
+
+def _root_cause(error: Any) -> str:
+    """Say which rank of torchrun's ChildFailedError failed first: one that died without a word made the others lose their connection."""
+
+    def victim(item: tuple[int, Any]) -> tuple[bool, float]:
+        failure = item[1]
+        return failure.exitcode == -signal.SIGTERM or bool(LOST_CONNECTION.search(str(failure.message))), failure.timestamp
+
+    rank, failure = min(error.failures.items(), key=victim)
+    if failure.exitcode < 0:
+        return f"rank {rank} was killed by {failure.signal_name()}"
+    return f"rank {rank} failed first: {failure.message if failure.error_file_data else f'it left with exit code {failure.exitcode}'}"
+
+
+def earlier_failure() -> str:
+    """Return the error that made torchrun start this process again, as far as the failed ranks could write it down."""
+    attempt = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "attempt_1/0/error.json")).parent.parent
+    earlier = attempt.with_name(f"attempt_{int(attempt.name.removeprefix('attempt_')) - 1}").glob("*/error.json")
+    messages = [json.loads(path.read_text())["message"]["message"] for path in sorted(earlier, key=lambda path: path.stat().st_mtime)]
+    causes = [message for message in messages if not LOST_CONNECTION.search(message)]
+    return causes[0] if causes else "a process was killed, or left without a word; torchrun's lines above say which"
 
 
 if __name__ == "__main__":

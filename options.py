@@ -24,6 +24,16 @@ import torch
 class UsageError(Exception):
     """The user asked for something that cannot work; the message names the option, what was given and what would work. Exit code 2."""
 
+    by_all = False  # whether every rank raises it: then rank 0 speaks for all
+
+
+class Stopped(Exception):
+    """The run ends early, on every rank at the same step, after everything worth keeping was saved; `code` is the exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code, self.reason = code, reason
+
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
     """An argparse type: a finite number of `kind` in [low, high]."""
@@ -42,6 +52,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        raise Stopped(status, "")  # after --help; SystemExit would look like that of a task
+
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
     """The options of all four scripts, the same names and defaults in each; only how many devices to use belongs to the mode."""
@@ -54,6 +67,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group.add_argument("--dataset", choices=datasets, default="digits", help="what the default task trains on")
     group.add_argument("--data-dir", metavar="DIR", help="where the data set's files are; digits and synthetic need none")
     group.add_argument("--download", **boolean, help="fetch the data set into --data-dir where it is missing")
+    group.add_argument("--skip-corrupt", **boolean, help="take the next sample in place of one that cannot be read; else the run ends")
     group.add_argument("--image-size", type=number(int, 8), metavar="N", help="side of the square images of imagefolder and synthetic")
     group.add_argument(
         "--workers", type=whole, metavar="N", help="loader processes per device (default: 0 for data in memory, else its cores)"
@@ -265,5 +279,7 @@ if __name__ == "__main__":
 
     try:
         options.main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    except options.Stopped as stop:
+        sys.exit(stop.code)
     except options.UsageError as problem:
         sys.exit(print(f"train_{sys.argv[1]}.py: error: {problem}", file=sys.stderr) or 2)

@@ -58,5 +58,5 @@ case $mode in
   single) exec "$python" "$here/train_single.py" "$@" ;;
   dp) exec "$python" "$here/train_dp.py" --replicas "$devices" "$@" ;;
   spawn) exec "$python" "$here/train_spawn.py" --nproc "$devices" "$@" ;;
-  ddp) exec "$python" "$here/launch.py" --standalone --max-restarts 3 --nproc-per-node "$devices" "$here/train_ddp.py" "$@" ;;
+  ddp) exec "$python" "$here/launch.py" --max-restarts 3 --nproc-per-node "$devices" "$here/train_ddp.py" "$@" ;;
 esac

@@ -16,6 +16,7 @@ import argparse
 import difflib
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import common
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # name: (channels, image size, classes, mean, standard deviation), the last two on the scale 0..255 of the stored bytes
 DATASETS = {
@@ -74,7 +78,7 @@ class ImagesInMemory(Dataset):
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Return the training set (augmented) and the held-out set of `--dataset`."""
     if args.dataset == "digits":
-        with np.load(Path(__file__).with_name("data") / "digits.npz") as file:
+        with np.load(Path(common.__file__).with_name("data") / "digits.npz") as file:
             images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 to 0..240, to fill the byte
             labels = torch.from_numpy(file["labels"]).long()
         train = ImagesInMemory(images[:1437], labels[:1437], shift=1, seed=args.seed)
@@ -124,7 +128,18 @@ def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         crop = v2.Compose([v2.Resize((size, size), antialias=True), v2.RandomCrop(size, padding=size // 8)])
         centre = v2.Resize((size, size), antialias=True)
     augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    return ImageFolder(root / "train", augment), ImageFolder(held_out, v2.Compose([centre, v2.PILToTensor()]))
+    centre = v2.Compose([centre, v2.PILToTensor()])
+    return ImageFolder(root / "train", augment, loader=read_image), ImageFolder(held_out, centre, loader=read_image)
+
+
+def read_image(path: str) -> Image.Image:
+    """Read an image file. Raises OSError, naming it, if it is broken."""
+    from torchvision.datasets.folder import default_loader
+
+    try:
+        return default_loader(path)
+    except Exception as error:  # PIL raises almost anything
+        raise OSError(f"{path}: {error}") from error
 
 
 class DigitNet(nn.Module):

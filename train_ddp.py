@@ -54,11 +54,10 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("ddp", argv)
     rank, local_rank, world_size = common.launcher_ranks()  # from torchrun's environment
     device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
-    dist.init_process_group(common.backend(device), timeout=common.timeout(args))  # finds the other ranks
     task = common.load_task(args)
 
     train_set, val_set = task.build_datasets(args)
@@ -67,12 +66,13 @@ def main(argv: list[str] | None = None) -> None:
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 
+    dist.init_process_group(common.backend(device), common.meeting_point(), common.timeout(args), world_size, rank)  # finds the others
     net = common.build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics over the global batch
     optimizer = common.build_optimizer(args, net)
     scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
-    state = State(net, optimizer, scheduler, common.Scaler(args, device), common.build_average(args, net))
-    run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
+    state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
+    run = Run(args, state, train_sampler, device)  # resumes
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
     common.compress_gradients(args, model)  # on slow links
@@ -81,11 +81,13 @@ def main(argv: list[str] | None = None) -> None:
         model.compile()
 
     if args.eval_only:
-        return run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+        run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+        return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
+    return run.finish()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     return meter.mean()
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("single", argv)
     device = common.set_up_device(args)
     task = common.load_task(args)
@@ -57,18 +57,20 @@ def main(argv: list[str] | None = None) -> None:
     net = common.build_net(args, task, device)
     optimizer = common.build_optimizer(args, net)
     scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
-    state = State(net, optimizer, scheduler, common.Scaler(args, device), common.build_average(args, net))
-    run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
+    state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
+    run = Run(args, state, train_sampler, device)  # resumes
 
     model = net
     if args.compile:
         model.compile()
 
     if args.eval_only:
-        return run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+        run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+        return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
+    return run.finish()
 
 
 if __name__ == "__main__":

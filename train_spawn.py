@@ -53,11 +53,9 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     return meter.mean()
 
 
-def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
+def worker(local_rank: int, args: Namespace, host: str, port: int) -> int:
     rank, world_size = args.node_rank * args.nproc + local_rank, args.nnodes * args.nproc
     device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
-    store = dist.TCPStore(host, port, is_master=False, timeout=common.timeout(args))
-    dist.init_process_group(common.backend(device), store=store, rank=rank, world_size=world_size, timeout=common.timeout(args))
     task = common.load_task(args)
 
     train_set, val_set = task.build_datasets(args)
@@ -66,12 +64,14 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 
+    store = dist.TCPStore(host, port, is_master=False, timeout=common.timeout(args))
+    dist.init_process_group(common.backend(device), store=store, rank=rank, world_size=world_size, timeout=common.timeout(args))
     net = common.build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics over the global batch
     optimizer = common.build_optimizer(args, net)
     scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
-    state = State(net, optimizer, scheduler, common.Scaler(args, device), common.build_average(args, net))
-    run = Run(args, state, train_sampler.steps_per_epoch, device)  # resumes
+    state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
+    run = Run(args, state, train_sampler, device)  # resumes
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
     common.compress_gradients(args, model)  # on slow links
@@ -80,11 +80,13 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> None:
         model.compile()
 
     if args.eval_only:
-        return run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+        run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
+        return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
+    return run.finish()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     common.check_run(args)  # here, before any process is started
     host, port = common.rendezvous_address(args)
     if args.node_rank == 0:  # listens before anyone connects, by default on a port that the system finds free
-        server = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        server = common.serve(host, port)
         port = server.port
     return common.join(mp.spawn(common.run_worker, (worker, args, host, port), nprocs=args.nproc, join=False))
 

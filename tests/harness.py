@@ -153,9 +153,7 @@ def rank_of_run(
     if patch:
         patch(rank)
     main = functools.partial(script.main, argv)
-    if mode == "ddp":
-        method = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": world_size}
-        dist.init_process_group = functools.partial(dist.init_process_group, **method)
+    os.environ["LAUNCH_MEETING_FILE"] = meeting_point
     if mode == "spawn":
         args = options.parse_args("spawn", ["--nproc", str(world_size), *argv])
         main = functools.partial(script.worker, rank, args, "127.0.0.1", int(meeting_point))

@@ -13,7 +13,7 @@ import sys
 import termios
 
 import pytest
-from harness import ROOT
+from harness import ROOT, TASKS
 
 
 def run_sh(*arguments, cwd, root=ROOT, timeout=200):
@@ -45,7 +45,7 @@ def test_all_modes_print_the_same_evaluation_lines_in_float64(tmp_path):
     outputs = {}
     for mode, n in (("single", 1), ("dp", 3), ("ddp", 3), ("spawn", 2)):
         folder = tmp_path / f"a folder with spaces, {mode}"
-        finished = run_sh(mode, n, "--dtype", "float64", "--epochs", 2, "--output-dir", folder, cwd=tmp_path)
+        finished = run_sh(mode, n, "--task", TASKS / "small.py", "--dtype", "float64", "--epochs", 2, "--output-dir", folder, cwd=tmp_path)
         assert finished.returncode == 0, finished.stderr
         outputs[mode] = eval_lines(finished.stdout)
         assert len(outputs[mode]) == 2 and (folder / "last.pt").exists()

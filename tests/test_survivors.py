@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
@@ -149,7 +148,7 @@ def print_patience(rank):
     init = dist.init_process_group
 
     def watched(*arguments, **keywords):
-        print("patience", keywords.get("timeout", timedelta()).total_seconds())
+        print("patience", (keywords.get("timeout") or arguments[2]).total_seconds())
         return init(*arguments, **keywords)
 
     dist.init_process_group = watched
@@ -261,7 +260,7 @@ def test_resume_on_three_ranks_is_bitwise(tmp_path):
 
 
 def test_scaler_goes_on_where_it_was_saved():
-    first, second = (common.Scaler(make_args(), CPU) for _ in range(2))
+    first, second = (common.Scaler(make_args(), CPU, torch.nn.Linear(1, 1)) for _ in range(2))
     first.skipped.fill_(3)
     first.in_a_row.fill_(2)
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -460,7 +459,7 @@ class DrawsFromEverywhere(torch.utils.data.Dataset):
 
 
 def test_augmentation_by_python_or_numpy_is_keyed_by_the_sample_too():
-    dataset = common.KeyedDataset(DrawsFromEverywhere(), seed=0)
+    dataset = common.KeyedDataset(DrawsFromEverywhere(), make_args())
     one, other = dataset.__getitems__((1, [3, 5]))[0], dataset.__getitems__((1, [5, 2]))[0]
     assert one[1].equal(other[0])
     assert (one[0] != one[1]).all() and (dataset.__getitems__((2, [5]))[0][0] != one[1]).all()

@@ -126,7 +126,7 @@ def test_clip_grad_norm_returns_the_norm_before(limit):
 def one_step(amp, gradient):
     net = nn.Linear(1, 1, bias=False)
     args = make_args("single", "--amp", amp)
-    scaler, optimizer = common.Scaler(args, torch.device("cpu")), common.build_optimizer(args, net)
+    scaler, optimizer = common.Scaler(args, torch.device("cpu"), net), common.build_optimizer(args, net)
     before = net.weight.item()
     scaler.scale(net.weight.sum()).backward()
     net.weight.grad.fill_(gradient)

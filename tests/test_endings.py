@@ -1,0 +1,356 @@
+"""How a run ends when something is not as it should be: what is saved, which code it ends with, and what the last line says."""
+
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import TASKS, make_args, train
+from pitfalls import BASE, without_speed
+from torch import nn
+
+import checkpoint
+import common
+import launch
+import options
+import task
+
+EVERYTHING = ["--task", str(TASKS / "everything.py"), "--dtype", "float64", "--epochs", "3", "--batch-size", "30", "--log-every", "4"]
+MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
+
+
+def call_in_task(name, at, function, rank_to_call=0, rank=0):
+    """Let rank `rank_to_call` call `function()` in the `at`-th call, from 0, of a function of the task. Bind all but the rank."""
+    if rank != rank_to_call:
+        return
+    load_task, calls = common.load_task, itertools.count()
+
+    def load_changed_task(args):
+        changed = load_task(args)
+        original = getattr(changed, name)
+
+        def watched(*arguments):
+            if next(calls) == at:
+                function()
+            return original(*arguments)
+
+        setattr(changed, name, watched)
+        return changed
+
+    common.load_task = load_changed_task
+
+
+def interrupt(number):
+    os.kill(os.getpid(), number)
+
+
+# -------------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_signal_before_training_ends_the_run_at_once(number, code, tmp_path):
+    patch = functools.partial(call_in_task, "build_datasets", 0, functools.partial(interrupt, number))
+    result = train("single", 1, *BASE, folder=tmp_path, patch=patch)
+    assert result.code == code
+    assert result.err.splitlines()[-1].endswith(f"stopped by {number.name} before training began") and "Traceback" not in result.err
+    assert not result.folder.exists()
+
+
+def interrupt_and_look(path, size):
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("saved at once:", path.stat().st_mtime_ns > before, torch.load(path)["step"] == size)
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_again(mode, n, tmp_path):
+    """An evaluation may take longer than the seconds that a scheduler, or torchrun, gives a run to end."""
+    straight = train(mode, n, *EVERYTHING, folder=tmp_path / "straight")
+    last = tmp_path / "run" / "last.pt"
+    patch = functools.partial(call_in_task, "per_sample_metrics", 1, functools.partial(interrupt_and_look, last, 6))
+    stopped = train(mode, n, *EVERYTHING, folder=tmp_path, patch=patch)
+    assert stopped.code == 143 and "saved at once: True True" in stopped.out, stopped.err
+    saved = stopped.checkpoint()
+    assert 6 <= saved["global_step"] <= 8
+    resumed = train(mode, n, *EVERYTHING, "--resume", "auto", folder=tmp_path)
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+    assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
+
+
+def save_in_evaluation_only(path):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(9)  # whoever stops the run has no more patience
+
+
+def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
+    straight = train("single", 1, *EVERYTHING, folder=tmp_path / "straight")
+    patch = functools.partial(call_in_task, "per_sample_metrics", 3, functools.partial(save_in_evaluation_only, None))
+    assert train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch).code == 9
+    resumed = train("single", 1, *EVERYTHING, "--resume", "auto", folder=tmp_path)
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+    assert "resumed at epoch 2, step 6" in resumed.out
+
+
+def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
+    patch = functools.partial(call_in_task, "per_sample_metrics", 4, functools.partial(interrupt, signal.SIGTERM))
+    result = train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch)
+    assert result.code == 0 and result.checkpoint()["epoch"] == 3, result.err
+
+
+# ------------------------------------------------------------------------------------------------------------- a rank that fails
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
+    """sys.exit(0) deep in a task would look like a run that is done, to the launcher and to whoever reads its code."""
+    patch = functools.partial(call_in_task, "per_sample_loss", 3, functools.partial(sys.exit, 0), n - 1 if mode != "dp" else 0)
+    result = train(mode, n, *BASE, folder=tmp_path, patch=patch)
+    assert result.code == 1 and "RuntimeError: the run was left before its end" in result.err
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "words"),
+    [
+        ([0, 0], 0, ""),
+        ([143, 143], 143, ""),
+        ([2, 2], 2, ""),
+        ([launch.FAILED, launch.LOST], 1, ""),
+        ([launch.LOST, launch.FAILED, -15], 1, ""),
+        ([launch.LOST, -9, -15], 1, "process 1 was killed by SIGKILL"),
+        ([-15, -15], 143, "process 1 was killed by SIGTERM"),
+        ([launch.LOST, 7], 1, "process 1 left with exit code 7"),
+        ([launch.LOST, 0], 1, "process 1 left before the end"),
+        ([launch.LOST, launch.LOST], 1, "a rank on another machine left first"),
+    ],
+)
+def test_end_of_spawned_processes_is_told_by_who_failed_first(codes, code, words):
+    assert launch.outcome(codes) == (code, words)
+
+
+class Failure:
+    def __init__(self, exitcode, message, timestamp, written=True):
+        self.exitcode, self.message, self.timestamp, self.error_file_data = exitcode, message, timestamp, {"message": 1} if written else {}
+
+    def signal_name(self):
+        return signal.Signals(-self.exitcode).name
+
+
+class Failures:
+    def __init__(self, *failures):
+        self.failures = dict(enumerate(failures))
+
+
+LOST = Failure(1, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4711", 1)
+
+
+@pytest.mark.parametrize(
+    ("failures", "words"),
+    [
+        ([LOST, Failure(1, "ValueError: the cause", 2)], "rank 1 failed first: ValueError: the cause"),
+        ([LOST, Failure(-9, "Signal 9 (SIGKILL) received by PID 7", 2, False)], "rank 1 was killed by SIGKILL"),
+        ([Failure(-15, "Signal 15", 0, False), LOST, Failure(7, "", 2, False)], "rank 2 failed first: it left with exit code 7"),
+        ([Failure(1, "E: second", 2), Failure(1, "E: first", 1)], "rank 1 failed first: E: first"),
+    ],
+)
+def test_root_cause_under_torchrun(failures, words):
+    assert launch._root_cause(Failures(*failures)) == words
+
+
+def test_restarted_rank_tells_what_failed_before_the_first_checkpoint(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    for rank, message in ((0, "Connection reset by peer"), (1, "the cause"), (2, "Broken pipe")):
+        (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / str(rank) / "error.json"))
+        ErrorHandler().record_exception(RuntimeError(message))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_1" / "0" / "error.json"))
+    assert launch.earlier_failure() == "RuntimeError: the cause"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_2" / "0" / "error.json"))
+    assert "torchrun's lines above say which" in launch.earlier_failure()
+
+
+def test_rank_started_again_after_a_deliberate_end_does_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAUNCH_END_FILE", str(tmp_path / "end"))
+    assert launch.announce_end(2, "error: --lr", by_all=False) == 2, "the others must not wait for this rank"
+    assert launch.announce_end(1, "lost the connection", by_all=False) == 1
+    assert (tmp_path / "end").read_text() == "2 error: --lr\n", "the first word counts"
+    assert common.exit_code(functools.partial(pytest.fail, "it ran")) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------- what a checkpoint is
+
+
+def change_task(name, change, rank):
+    """Let `change(what the task's function returned)` take its place. Bind all but the rank."""
+    load_task = common.load_task
+
+    def load_changed_task(args):
+        changed = load_task(args)
+        original = getattr(changed, name)
+        setattr(changed, name, lambda args: change(original(args), args))
+        return changed
+
+    common.load_task = load_changed_task
+
+
+def fewer_samples(datasets, args):
+    datasets[0].labels = datasets[0].labels[:-1]
+    return datasets
+
+
+def another_model(model, args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def put_a_module_into_args(model, args):
+    args.made_by_the_task = multiprocessing
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("build_datasets", fewer_samples, "the training set has 1436 samples, and had 1437 before: another run"),
+        ("build_model", another_model, "does not fit the model or the optimizer"),
+    ],
+)
+def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, message, tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    assert train("single", 1, *argv, folder=tmp_path).code == 0
+    for mode, n in (("single", 1), ("ddp", 2)):
+        resumed = train(mode, n, *argv, "--resume", "auto", folder=tmp_path, patch=functools.partial(change_task, name, change))
+        assert resumed.code == 2 and message in resumed.err and "Traceback" not in resumed.err
+        assert len(resumed.err.splitlines()) == 1, "rank 0 speaks for all"
+
+
+def test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint(tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    result = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(change_task, "build_model", put_a_module_into_args))
+    assert result.code == 0, result.err
+    assert "made_by_the_task" not in checkpoint.load_checkpoint(result.folder / "last.pt")["config"]
+
+
+def test_finished_run_says_how_it_would_go_on(tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    train("single", 1, *argv, folder=tmp_path)
+    again = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert again.code == 0 and "all 1 epochs are done, more --epochs would go on" in again.out
+
+
+# ------------------------------------------------------------------------------------------------------------ non-finite values
+
+
+def statistics(net):
+    return {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_skipped_step_leaves_no_trace_in_batchnorm(amp):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    args = make_args("single", "--amp", amp)
+    scaler, optimizer = common.Scaler(args, torch.device("cpu"), net), common.build_optimizer(args, net)
+    seen = []
+    for poison in (0.0, 0.0, float("nan"), 0.0):
+        before = statistics(net)
+        scaler.scale(net(torch.randn(8, 3) + poison).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = statistics(net)
+        assert all(buffer.isfinite().all() for buffer in after.values())
+        seen.append(not after["1.running_mean"].equal(before["1.running_mean"]))
+    assert seen == [True, True, False, True]
+
+
+def poison_the_input(k, rank_to_poison, rank):
+    """NaN in one image of the k-th batch of one rank, before the first layer."""
+    if rank != rank_to_poison:
+        return
+    forward, calls = nn.Conv2d.forward, itertools.count()
+
+    def poisoned(self, images):
+        if self.training and next(calls) == k:
+            images = images.clone()
+            images[0] = float("nan")
+        return forward(self, images)
+
+    nn.Conv2d.forward = poisoned
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_run_outlives_a_poisoned_image(mode, n, tmp_path):
+    """One NaN in BatchNorm's statistics would stay there, and every later evaluation and checkpoint with it."""
+    result = train(mode, n, *EVERYTHING, folder=tmp_path, patch=functools.partial(poison_the_input, 7, n - 1))
+    assert result.code == 0 and "not saved" not in result.err, result.err
+    assert sum(line["skipped"] for line in result.train_lines()) == 1
+    assert result.checkpoint()["epoch"] == 3 and checkpoint.non_finite(result.checkpoint()) == []
+
+
+def test_ten_skipped_steps_in_a_row_are_remembered():
+    net = nn.Linear(1, 1)
+    args = make_args()
+    scaler, optimizer = common.Scaler(args, torch.device("cpu"), net), common.build_optimizer(args, net)
+    for bad in [False] * 3 + [True] * 9 + [False] + [True] * 10 + [False] * 2:
+        net.weight.grad = torch.full((1, 1), float("nan") if bad else 1.0)
+        net.bias.grad = torch.ones(1)
+        scaler.scale(torch.zeros(1))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.in_a_row == 10, "until the next look at it"
+
+
+# ----------------------------------------------------------------------------------------------------------- data, workers, start
+
+
+class Broken:
+    """Ten samples, two of which cannot be read."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index in (3, 9):
+            raise OSError(f"/data/{index}.jpg: image file is truncated")
+        return torch.tensor(float(index)), torch.rand(2)
+
+
+def test_broken_sample_is_named_or_replaced_alike_everywhere():
+    with pytest.raises(RuntimeError, match=r"sample 3 cannot be read: /data/3.jpg: .*; --skip-corrupt takes the next one"):
+        common.KeyedDataset(Broken(), make_args()).__getitems__((0, [2, 3]))
+    dataset = common.KeyedDataset(Broken(), make_args("single", "--skip-corrupt"))
+    values, draws = dataset.__getitems__((5, [9, 3, 4]))
+    assert values.tolist() == [0, 4, 4] and draws[1].equal(draws[2])
+    assert dataset.__getitems__((5, [3]))[1][0].equal(draws[1]), "whatever else is in the batch"
+
+
+def test_broken_image_file_is_named(tmp_path):
+    (tmp_path / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(OSError, match=r"cut\.jpg: "):
+        task.read_image(str(tmp_path / "cut.jpg"))
+
+
+def count_workers_before_the_group(rank):
+    init = dist.init_process_group
+
+    def counted(*arguments, **keywords):
+        print("workers:", len(multiprocessing.active_children()))
+        init(*arguments, **keywords)
+
+    dist.init_process_group = counted
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy(mode, tmp_path):
+    result = train(mode, 2, *BASE, "--epochs", "1", "--workers", "1", folder=tmp_path, patch=count_workers_before_the_group)
+    assert result.code == 0 and result.out.count("workers: 2") == 2, result.out  # one of each loader, on both ranks
+
+
+def test_help_is_no_run_that_was_left():
+    assert common.exit_code(functools.partial(options.parse_args, "single", ["--help"])) == 0
