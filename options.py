@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import math
@@ -14,17 +15,24 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+RESERVED = {"loss", "count", "event", "epoch", "global_step"}  # what else stands in a line of metrics.jsonl
 
 
 class UsageError(Exception):
     """The user asked for something that cannot work; the message names the option, what was given and what would work. Exit code 2."""
 
     by_all = False  # whether every rank raises it: then rank 0 speaks for all
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))  # one line, however many an error has that it quotes
 
 
 class Stopped(Exception):
@@ -37,15 +45,33 @@ class Stopped(Exception):
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
     """An argparse type: a finite number of `kind` in [low, high]."""
+    limits = f"{low} to {high}" if high < math.inf else f"at least {low}"
 
     def parse(text: str) -> Any:
-        value = kind(text)
-        if not low <= value <= high or not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"must be {f'{low} to {high}' if high < math.inf else f'at least {low}'}, got {text}")
+        try:
+            value = kind(text)
+            if not low <= value <= high or not math.isfinite(value):
+                raise ValueError
+        except (ValueError, OverflowError) as error:  # overflow: a whole number that no float can hold
+            raise argparse.ArgumentTypeError(f"must be a {'whole ' if kind is int else ''}number, {limits}, got {text}") from error
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
     return parse
+
+
+def filled(text: str) -> str:
+    """An argparse type: a text that is not empty, as an unset variable of the shell would make it."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
+    return text
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default only where there is one, and once."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        plain = "(default: " in action.help or action.default in (None, [])
+        return action.help if plain else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,12 +86,12 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     """The options of all four scripts, the same names and defaults in each; only how many devices to use belongs to the mode."""
     positive, whole, fraction = number(int, 1), number(int, 0), number(float, 0, 1)
     boolean = {"action": argparse.BooleanOptionalAction, "default": False}
-    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False, formatter_class=HelpFormatter)
 
     group = parser.add_argument_group("data")
     datasets = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "synthetic"]
     group.add_argument("--dataset", choices=datasets, default="digits", help="what the default task trains on")
-    group.add_argument("--data-dir", metavar="DIR", help="where the data set's files are; digits and synthetic need none")
+    group.add_argument("--data-dir", type=filled, metavar="DIR", help="where the data set's files are; digits and synthetic need none")
     group.add_argument("--download", **boolean, help="fetch the data set into --data-dir where it is missing")
     group.add_argument("--skip-corrupt", **boolean, help="take the next sample in place of one that cannot be read; else the run ends")
     group.add_argument("--image-size", type=number(int, 8), metavar="N", help="side of the square images of imagefolder and synthetic")
@@ -74,9 +100,15 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     )
 
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="digitnet", metavar="NAME", help="digitnet, resnet9, or any torchvision classification model")
-    group.add_argument("--freeze", nargs="+", default=[], metavar="PATTERN", help="do not train parameters with these names, as 'conv*'")
-    group.add_argument("--task", default=str(Path(__file__).with_name("task.py")), metavar="FILE.py", help="the problem to train on")
+    group.add_argument(
+        "--model", type=filled, default="digitnet", metavar="NAME", help="digitnet, resnet9, or any torchvision classification model"
+    )
+    group.add_argument(
+        "--freeze", type=filled, nargs="+", default=[], metavar="PATTERN", help="do not train parameters with these names, as 'conv*'"
+    )
+    group.add_argument(
+        "--task", type=filled, default=str(Path(__file__).with_name("task.py")), metavar="FILE.py", help="the problem to train on"
+    )
 
     group = parser.add_argument_group("optimization")
     group.add_argument("--epochs", type=positive, default=30, metavar="N", help="passes over the training set")
@@ -121,7 +153,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     )
     group.add_argument("--find-unused-parameters", **boolean, help="for a model that does not use all its parameters in every step")
     group.add_argument(
-        "--timeout", type=number(float, 1), default=600, metavar="SECONDS", help="a rank that is silent for so long ends the job"
+        "--timeout", type=number(float, 1, 10**9), default=600, metavar="SECONDS", help="a rank that is silent for so long ends the job"
     )
     group.add_argument(
         "--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS
@@ -132,14 +164,18 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
         group.add_argument("--nproc", type=positive, metavar="N", help="processes on this machine (default: all accelerators, or 2 on CPU)")
         group.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines")
         group.add_argument("--node-rank", type=whole, default=0, metavar="N", help="number of this machine")
-        group.add_argument("--dist-url", metavar="tcp://HOST:PORT", help="where the machine with --node-rank 0 listens")
+        group.add_argument("--dist-url", type=filled, metavar="tcp://HOST:PORT", help="where the machine with --node-rank 0 listens")
 
     group = parser.add_argument_group("run")
     group.add_argument(
         "--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="N", help="of initial weights, order, augmentation, dropout"
     )
-    group.add_argument("--output-dir", metavar="DIR", help="for checkpoints and metrics.jsonl (default: a new folder under runs/)")
-    group.add_argument("--resume", metavar="auto|FILE", help="go on from a checkpoint; auto: from last.pt in --output-dir if it is there")
+    group.add_argument(
+        "--output-dir", type=filled, metavar="DIR", help="for checkpoints and metrics.jsonl (default: a new folder under runs/)"
+    )
+    group.add_argument(
+        "--resume", type=filled, metavar="auto|FILE", help="go on from a checkpoint; auto: from last.pt in --output-dir if it is there"
+    )
     group.add_argument("--save-every", type=positive, metavar="STEPS", help="write last.pt this often, not only after each epoch")
     group.add_argument("--keep-every", type=positive, metavar="EPOCHS", help="also keep the checkpoint of every so many epochs")
     group.add_argument("--eval-only", **boolean, help="evaluate the checkpoint of --resume and leave")
@@ -152,7 +188,8 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
 
 def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
     """Parse and check the command line of a mode; for ddp, `world_size` is the launcher's (or what it is going to be)."""
-    args = build_parser(mode).parse_args(argv)
+    parser = build_parser(mode)
+    args = parser.parse_args(argv)
     world_size = world_size or int(os.environ.get("WORLD_SIZE", 1)) if mode == "ddp" else 1
     if mode != "ddp":
         os.environ.pop("RANK", None)  # of some other launcher: here it would silence what is the only, or first, rank
@@ -173,6 +210,19 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         raise UsageError(f"--amp {args.amp} computes in half precision and --dtype float64 in double; use --amp off or --dtype float32")
     if args.schedule == "step" and not args.step_epochs:
         raise UsageError("--schedule step needs --step-epochs, the epochs at which the learning rate drops, as --step-epochs 15 25")
+    if args.step_epochs and args.schedule not in ("step", "cyclic"):
+        given = " ".join(map(str, args.step_epochs))
+        raise UsageError(
+            f"--step-epochs {given} has no effect on --schedule {args.schedule}; use --schedule step or cyclic, or leave it out"
+        )
+    if args.schedule == "cyclic" and len(args.step_epochs) > 1:
+        raise UsageError(f"--step-epochs {' '.join(map(str, args.step_epochs))}: --schedule cyclic takes one number, the length of a cycle")
+    if args.epochs < args.warmup_epochs != parser.get_default("warmup_epochs"):  # the default may be cut short by a run of one epoch
+        raise UsageError(
+            f"--warmup-epochs {args.warmup_epochs:g} is longer than the run, --epochs {args.epochs}: it would never reach --lr"
+        )
+    if args.optimizer == "adamw" and args.momentum == 1:
+        raise UsageError("--momentum 1: as the first beta of --optimizer adamw it must be below 1, as 0.9")
     if args.nesterov and (args.optimizer != "sgd" or args.momentum == 0):
         raise UsageError(f"--nesterov needs --optimizer sgd and a momentum above 0, got {args.optimizer} and {args.momentum}")
     if mode == "dp" and args.sync_bn:
@@ -183,10 +233,17 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         )
     if mode == "spawn" and args.nnodes > 1 and not args.dist_url:
         raise UsageError(f"--nnodes {args.nnodes} needs --dist-url tcp://HOST:PORT, the address of the machine with --node-rank 0")
-    if mode == "spawn" and args.dist_url and not re.fullmatch(r"tcp://[^:/]+:\d+", args.dist_url):
-        raise UsageError(f"--dist-url {args.dist_url}: must be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
+    if mode == "spawn" and args.dist_url:
+        address = re.fullmatch(r"tcp://[^:/]+:([0-9]{1,5})", args.dist_url)
+        if not address or not 1 <= int(address[1]) <= 65535:
+            raise UsageError(f"--dist-url {args.dist_url}: must be tcp://HOST:PORT with a port of 1 to 65535, as tcp://10.0.0.1:29500")
     if mode == "spawn" and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
+    for option in ("data_dir", "task", "resume", "output_dir"):
+        try:
+            Path(getattr(args, option) or "").exists()
+        except OSError as error:  # a name too long, a folder that may not be read
+            raise UsageError(f"--{option.replace('_', '-')} {getattr(args, option)}: {error.strerror}") from error
     if args.dataset not in ("digits", "synthetic"):
         if args.data_dir is None:
             raise UsageError(f"--dataset {args.dataset} needs --data-dir, the folder with its files")
@@ -197,7 +254,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     if args.resume == "auto" and not args.output_dir:
         raise UsageError("--resume auto needs --output-dir, the folder whose last.pt it looks for")
     if args.resume not in (None, "auto") and not Path(args.resume).is_file():
-        raise UsageError(f"--resume {args.resume}: no such file")
+        folder = "is a folder; name a file in it, as last.pt" if Path(args.resume).is_dir() else "no such file"
+        raise UsageError(f"--resume {args.resume}: {folder}")
     own = args.resume == "auto" or (args.resume and Path(args.resume).resolve().parent == Path(args.output_dir or "").resolve())
     if args.output_dir and not own and not args.eval_only and not restarted() and (Path(args.output_dir) / "last.pt").exists():
         raise UsageError(f"--output-dir {args.output_dir} already holds a run; continue it with --resume auto, or choose another folder")
@@ -209,19 +267,36 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+@contextlib.contextmanager
+def named(where: str, path: str | None = None) -> Iterator[None]:
+    """Turn whatever the user's code raises in this block into one line that says where; `path` is the file whose line number counts."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # a script without `if __name__ == "__main__"` leaves by the latter
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            frames.append((error.filename, error.lineno))
+        lines = [line for name, line in frames if path and name and line and os.path.realpath(name) == os.path.realpath(path)]
+        raise UsageError(f"{where}{f', line {lines[-1]}' if lines else ''}: {type(error).__name__}: {error}") from error
+
+
 def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
     """Load the four functions of `--task`, with options filled into the keyword-only parameters of the loss and the metrics."""
     path = Path(args.task)
     if not path.is_file():
-        raise UsageError(f"--task {path}: no such file")
-    name = path.stem if path.resolve().parent == Path(__file__).resolve().parent else f"task_{path.stem}"
+        raise UsageError(f"--task {path}: {'is a folder; name a file in it' if path.is_dir() else 'no such file'}")
+    if path.suffix != ".py":
+        raise UsageError(f"--task {path}: must be a Python file with a name that ends in .py")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that it can import its neighbours; last, so that they replace nothing
+    name = path.stem if folder == str(Path(__file__).resolve().parent) else f"task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
+    with named(f"--task {path}", str(path)):
         spec.loader.exec_module(module)
-    except Exception as error:
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno if not isinstance(error, SyntaxError) else error.lineno
-        raise UsageError(f"--task {path}, line {line}: {type(error).__name__}: {error}") from error
     names = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise UsageError(f"--task {path} must define {', '.join(names)}; missing: {', '.join(missing)}")
@@ -250,28 +325,95 @@ def resolve_device_type(name: str) -> str:
 def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found after processes were started: a bad task, data set, model or checkpoint."""
     from checkpoint import find_checkpoint  # they need this module
-    from common import freeze
+    from common import GlobalBatchSampler, ShardSampler, freeze
     from launch import rendezvous_address
 
-    task = load_task(args)
-    train, held_out = task.build_datasets(args)
-    if args.batch_size > len(train):
-        raise UsageError(f"--batch-size {args.batch_size} is larger than the training set ({len(train)} samples): an epoch would be empty")
-    if len(held_out) == 0:
-        raise UsageError("the evaluation set is empty")
-    freeze(args, task.build_model(args))
-    find_checkpoint(args)
+    if args.output_dir:
+        check_folder(args.output_dir)
     if getattr(args, "dist_url", None):
         rendezvous_address(args)
-    if args.output_dir:
-        folder = next(path for path in (Path(args.output_dir).absolute(), *Path(args.output_dir).absolute().parents) if path.exists())
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise UsageError(f"--output-dir {args.output_dir}: {folder} is {'read-only' if folder.is_dir() else 'not a folder'}")
+    task = load_task(args)
+    with named(f"--task {args.task}: build_datasets", args.task):
+        train, held_out = task.build_datasets(args)
+        lengths = len(train), len(held_out)
+    GlobalBatchSampler(lengths[0], args.batch_size, args.seed)  # the samplers know what they need
+    ShardSampler(lengths[1], args.batch_size)
+    if args.dataset == "imagefolder" and (names := [getattr(dataset, "classes", []) for dataset in (train, held_out)])[0] != names[1]:
+        only = ", ".join(sorted(set(names[0]) ^ set(names[1])))  # the labels are numbers of folders: a missing one shifts the rest
+        raise UsageError(f"--data-dir {args.data_dir}: training and evaluation set must have the same classes; only one of them has {only}")
+    with named(where := f"--task {args.task}: build_model", args.task):
+        torch.manual_seed(args.seed)
+        net = task.build_model(args)
+        if not isinstance(net, nn.Module) or not list(net.parameters()):
+            raise UsageError(f"{where} must return an nn.Module with parameters, got {type(net).__name__}")
+        freeze(args, net)
+    with named(f"--resume {args.resume}: not a checkpoint of this program"):
+        checkpoint = find_checkpoint(args)
+    if checkpoint:
+        with named(f"--resume {args.resume}: its weights do not fit the model"):
+            net.load_state_dict(checkpoint["model"])
+    net = net.to(getattr(torch, args.dtype))
+    check_samples(args, task, net.train(), train, "training")
+    check_samples(args, task, net.eval(), held_out, "evaluation")
+
+
+@torch.no_grad()
+def check_samples(args: argparse.Namespace, task: types.SimpleNamespace, net: nn.Module, dataset: Dataset, name: str) -> None:
+    """Send the first two samples through all of the task, on the CPU; they are fetched as a run fetches them."""
+    from common import KeyedDataset, map_tensors
+
+    n = min(2, len(dataset))
+    with named(where := f"--task {args.task}: the first {n} samples of the {name} set", args.task):
+        batch = KeyedDataset(dataset, args).__getitems__((0, list(range(n))))
+        map_tensors(lambda tensor: tensor, batch)  # raises if there is something else in it
+        pair = isinstance(batch, (tuple, list))
+        if not pair or len(batch) != 2:
+            got = f"{len(batch)} parts" if pair else type(batch).__name__
+            raise UsageError(f"{where}: a sample must be (input, target), got {got}")
+    inputs, targets = batch
+    with named(f"--task {args.task}: the model of build_model", args.task):
+        try:
+            outputs = net(inputs)
+        except Exception:
+            if resolve_device_type(args.device) == "cpu":
+                raise
+            return  # perhaps only the accelerator can do it
+    with named(where := f"--task {args.task}: per_sample_loss", args.task):
+        check_values(where, task.per_sample_loss(outputs, targets), n)
+    if net.training:
+        return
+    with named(where := f"--task {args.task}: per_sample_metrics", args.task):
+        metrics = task.per_sample_metrics(outputs, targets)
+        if not isinstance(metrics, dict) or not metrics:
+            raise UsageError(f"{where} must return at least one metric, as {{'accuracy': tensor of [n]}}, got {metrics!r}")
+        if taken := [key for key in metrics if key in RESERVED or not isinstance(key, str)]:
+            raise UsageError(f"{where}: a metric must be named by a text that the log does not use itself, got {taken[0]!r}")
+        for key, value in metrics.items():
+            check_values(f"{where}: {key}", value, n)
+
+
+def check_values(where: str, value: Any, n: int) -> None:
+    """Raise UsageError if `value` is not one number for each of n samples."""
+    if not isinstance(value, Tensor) or value.shape != (n,):
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UsageError(f"{where} must be one number a sample, shape [{n}] for {n} samples, got {got}")
+
+
+def check_folder(name: str) -> None:
+    """Raise UsageError if `--output-dir` is not, and cannot become, a folder that may be written to."""
+    folder = Path(name).absolute()
+    while not os.path.lexists(folder):  # a link to nowhere is in the way too
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--output-dir {name}: {folder} is {'read-only' if folder.is_dir() else 'not a folder'}; choose another one")
 
 
 def main(mode: str, devices: int, argv: list[str]) -> None:
-    option = {"dp": ["--replicas", str(devices)], "spawn": ["--nproc", str(devices)]}.get(mode, [])
-    check_run(parse_args(mode, option + argv, devices))
+    option = {"dp": "replicas", "spawn": "nproc"}.get(mode)
+    args = parse_args(mode, [f"--{option}", str(devices), *argv] if option else argv, devices)
+    if option and getattr(args, option) != devices:
+        raise UsageError(f"--{option} {getattr(args, option)} contradicts N = {devices}; use: bash run.sh {mode} {getattr(args, option)}")
+    check_run(args)
 
 
 if __name__ == "__main__":

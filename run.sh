@@ -4,20 +4,25 @@
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
 set -euo pipefail
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 fail() { echo "run.sh: error: $*" >&2 && exit 2; }
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/run.sh"; } # the comment above
 
 mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
   single | dp | ddp | spawn) ;;
   test | equivalence | mutants) needed+=("$here/tests/requirements.txt") ;;
+  -h | --help | help) usage && exit 0 ;;
+  "") usage >&2 && exit 2 ;;
   *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh test|equivalence|mutants" ;;
 esac
 shift
 
+in_here() { (cd -- "$here" && "$python" "$@"); } # Python looks for modules in the current folder first, which may be anyone's
+
 has_requirements() { # asks the metadata of the installed packages: importing them would take seconds
-  "$1" - "${needed[@]}" <<'PYTHON' 2>/dev/null
+  in_here - "${needed[@]}" <<'PYTHON' 2>/dev/null
 import importlib.metadata, re, sys
 for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", "".join(open(path).read() for path in sys.argv[1:]), re.MULTILINE):
     installed, wanted = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (importlib.metadata.version(name), floor))
@@ -26,12 +31,13 @@ PYTHON
 }
 
 python=$(command -v python3 || command -v python || fail "no Python found; install Python 3.10 or later")
-if ! has_requirements "$python"; then
-  [[ -x $here/.venv/bin/python ]] || "$python" -m venv "$here/.venv"
+[[ $python == /* ]] || python=$PWD/$python
+if ! has_requirements; then
+  [[ -x $here/.venv/bin/python ]] || in_here -m venv "$here/.venv"
   python=$here/.venv/bin/python
-  if ! has_requirements "$python"; then
+  if ! has_requirements; then
     echo "run.sh: the active Python lacks something that is needed; setting up $here/.venv, once" >&2
-    "$python" -m pip install --quiet "${needed[@]/#/--requirement=}" >&2
+    in_here -m pip install --quiet "${needed[@]/#/--requirement=}" >&2
   fi
 fi
 
@@ -40,15 +46,17 @@ case $mode in
   equivalence | mutants) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
 esac
 
+for option; do
+  [[ $option != --help && $option != -h ]] || exec "$python" "$here/options.py" "$mode" 1 --help
+done
 devices=1
-if [[ ${1:-} =~ ^-?[0-9]+$ ]]; then
-  devices=$1 && shift
-  [[ $devices -ge 1 ]] || fail "N = $devices: a run needs at least one device, as in: bash run.sh $mode 2"
+if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to be N
+  [[ $1 =~ ^0*([1-9][0-9]{0,8})$ ]] || fail "N = $1: must be a whole number, at least 1, as in: bash run.sh $mode 2"
+  devices=${BASH_REMATCH[1]} && shift # 08 is 8
   [[ $mode != single || $devices == 1 ]] || fail "N = $devices: single trains on one device; use: bash run.sh ddp $devices"
 elif [[ $mode != single ]]; then
-  devices=$("$python" -c 'import torch; print(torch.accelerator.device_count() or 2)')
+  devices=$(in_here -c 'import torch; print(torch.accelerator.device_count() or 2)')
 fi
-[[ " $* " != *" --help "* && " $* " != *" -h "* ]] || exec "$python" "$here/options.py" "$mode" "$devices" --help
 "$python" "$here/options.py" "$mode" "$devices" "$@" # refuses bad input before any process of the run is started
 
 cores=$(nproc) # processes with all the cores each would fight for them

@@ -18,8 +18,6 @@ import common
 SMALL = ("--task", str(TASKS / "small.py"), "--epochs", "4", "--batch-size", "30", "--log-every", "4")
 KEYS = {"format", "model", "optimizer", "scheduler", "scaler", "average", "epoch", "step", "global_step", "best", "config"}
 KEYS |= {"log", "samples"}  # the sums since the last line of the log, and the length of the training set
-    "samples"
-}
 
 
 def walk(value):
