@@ -47,7 +47,7 @@ TASKS = {
     "metrics-mean": METRICS + "{'accuracy': (outputs.argmax(1) == targets).double().mean()}\n",
     "metrics-number": METRICS + "{'accuracy': 0.5}\n",
     "metrics-unnamed": METRICS + "{1: targets}\n",
-    **{f"metrics-{name}": METRICS + f"{{'top1': targets, '{name}': targets}}\n" for name in options.RESERVED},
+    **{f"metrics-{name}": METRICS + f"{{'top1': targets, '{name}': targets}}\n" for name in sorted(options.RESERVED)},
     "model-none": "def build_model(args): ...\n",
     "model-empty": "build_model = lambda args: nn.Flatten()\n",
     "model-raises": "def build_model(args):\n    return nn.Linear(-1, 10, colour='red')\n",
@@ -236,7 +236,7 @@ CASES = [
             ("metrics-unnamed", "per_sample_metrics: a metric must be named by a text that the log does not use itself, got 1"),
             *(
                 (f"metrics-{name}", f"per_sample_metrics: a metric must be named by a text that the log does not use itself, got '{name}'")
-                for name in options.RESERVED
+                for name in sorted(options.RESERVED)
             ),
             ("model-none", "build_model must return an nn.Module with parameters, got NoneType"),
             ("model-empty", "build_model must return an nn.Module with parameters, got Flatten"),
