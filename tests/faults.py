@@ -1,8 +1,8 @@
 """Break training runs on purpose and compare what they end with: `bash run.sh faults [--trials N] [--seed S] [--only FAULT] [--trial K]`.
 
 A trial starts `bash run.sh MODE N ...`, inflicts one fault at a random instant, looks at how the run ends, and starts the same command line
-again. What that leaves must be what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once. If a trial
-is lost the program ends with exit code 1 and keeps its folder.
+again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once. If a trial is
+lost, the program ends with exit code 1 and keeps its folder.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ class Trial:
         self.mode, self.n = self.rng.choice(fault.places)
         self.workers = self.rng.choice([0, 2]) if fault.workers is None else fault.workers
         self.fraction = self.rng.random()  # of an undisturbed run's duration
-        self.place = place_of_a_sample(self.rng)
+        self.place = sample_at(self.rng.randrange(EPOCHS), self.rng.randrange(STEPS * BATCH))  # any step, any rank
         other = {"ddp": "spawn", "spawn": "ddp"}.get(self.mode, self.mode)  # numerically the same
         self.resume_mode = other if self.rng.random() < 0.3 else self.mode
         self.folder = campaign.folder / f"trial-{number}"
@@ -372,9 +372,8 @@ class Trial:
         expect(ours == theirs, f"metrics.jsonl differs from the undisturbed run's: {len(ours)} lines and {len(theirs)}")
 
 
-def place_of_a_sample(rng: random.Random) -> str:
-    """Draw EPOCH:INDEX of a sample that is trained on: any step, any rank."""
-    epoch, place = rng.randrange(EPOCHS), rng.randrange(STEPS * BATCH)
+def sample_at(epoch: int, place: int) -> str:
+    """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(common.mix(0, epoch)))  # as GlobalBatchSampler draws it
     return f"{epoch}:{order[place]}"
 
@@ -440,6 +439,8 @@ class Campaign:
                     expect(code == 0, f"exit code {code} of the undisturbed run: {launch.errors()[-2000:]}")
                 skipped = sum(line.get("skipped", 0) for line in log_lines(folder / "run" / "metrics.jsonl"))
                 expect(skipped == bool(environment), f"{skipped} steps skipped in the undisturbed run")
+                saved = torch.load(folder / "run" / "last.pt", weights_only=True)["epoch"]
+                expect(saved == EPOCHS, f"the undisturbed run has saved only {saved} epochs")
                 self.references[key] = Reference(folder / "run", seconds)
         return self.references[key]
 
@@ -473,8 +474,9 @@ class Campaign:
         finally:
             self.stopping = True
             executor.shutdown(wait=False, cancel_futures=True)
-            while wait(futures, timeout=0.5).not_done:
+            while running := [future for future in futures if not future.done()]:
                 send(marked(f"{self.folder}/"), signal.SIGKILL)
+                wait(running, timeout=0.5)
         return results
 
     def outcome(self, trial: Trial) -> tuple[str, float, str]:

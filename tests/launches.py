@@ -16,7 +16,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tests" / "tasks"
-LOADED = re.compile(r"train_\w+\.py|multiprocessing-fork")  # what a rank is started with; Python's resource tracker is not
+# Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
+RANK, WHOLE = re.compile(r"train_ddp\.py|multiprocessing-fork"), re.compile(r"train_(single|dp)\.py")
 
 
 def parent(pid: int) -> int:
@@ -105,9 +106,11 @@ class Launch:
         return marked(self.mark)
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in the order in which they were started; the one process of single and dp, if there is only one."""
-        family = {pid: parent(pid) for pid in self.processes() if LOADED.search(read(pid, "cmdline"))}
-        return [pid for pid, ppid in family.items() if ppid == self.process.pid] or [pid for pid in family if pid == self.process.pid]
+        """Process ids of the ranks, in the order in which they were started; the one process of single and dp."""
+        launcher = self.process.pid
+        if WHOLE.search(read(launcher, "cmdline")):
+            return [launcher]
+        return [pid for pid in self.processes() if parent(pid) == launcher and RANK.search(read(pid, "cmdline"))]
 
     def workers(self) -> list[int]:
         """Process ids of the loader workers: forks of the ranks, so that their command lines are the same."""
