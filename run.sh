@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash run.sh MODE [N] [options]     MODE: single, dp, ddp, spawn (train on N devices) or test (options go to pytest), equivalence, mutants, faults
+# bash run.sh MODE [N] [options]     MODE: single, dp, ddp or spawn trains on N devices; test (of pytest), equivalence, mutants, faults
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from launches import TASKS, Launch, marked, send
+from launches import ROOT, Launch, marked, send
 
 import common
 
@@ -40,7 +40,7 @@ EPOCHS, BATCH, SAMPLES = 6, 15, 203
 STEPS = SAMPLES // BATCH
 BASE = [*f"--epochs {EPOCHS} --batch-size {BATCH} --save-every 5 --log-every 3 --warmup-epochs 1 --lr 0.05".split()]
 BASE += ["--dtype", "float64", "--average", "ema", "--clip-grad-norm", "1", "--resume", "auto"]
-DIGITS = ["--task", str(TASKS / "faulty.py")]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
+DIGITS = ["--task", "tests/tasks/faulty.py"]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
 IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
 LIMIT = 240  # seconds that any launch may take
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
@@ -124,8 +124,10 @@ def kill_in_save(trial: Trial, launch: Launch) -> bool:
 
 
 def kill_and_damage(damage: Callable[[random.Random, bytes], bytes], trial: Trial, launch: Launch) -> bool:
-    """Kill the run once it has a checkpoint to fall back to, and damage last.pt."""
+    """Kill the run at an instant at which it has a checkpoint to fall back to, and damage last.pt."""
     trial.watch.count(b"previous.pt", launch, 2)
+    begin = time.monotonic() - launch.start
+    trial.instant = begin + trial.fraction * (trial.reference.seconds - begin)
     signal_all(signal.SIGKILL, trial, launch)
 
     def change() -> None:
@@ -222,7 +224,7 @@ def watch(trial: Trial) -> None:
 
 
 def make_images(trial: Trial) -> None:
-    shutil.copytree(trial.campaign.images(), trial.folder / "images")
+    shutil.copytree(trial.campaign.images, trial.folder / "images")
 
 
 class Fault(NamedTuple):
@@ -342,7 +344,7 @@ class Trial:
         with self.start("first") as launch:
             hit = self.fault.inflict(self, launch)
             code, errors = launch.end(LIMIT), launch.errors()
-        checkpoint = self.load("last.pt")
+        checkpoint = load(self.output / "last.pt")
         done = code == 0 and checkpoint is not None and checkpoint["epoch"] == EPOCHS
         expect(done or hit, f"exit code {code} though nothing happened to it")
         expect(done or code in self.fault.codes, f"exit code {code}")
@@ -355,15 +357,11 @@ class Trial:
         restarted = self.mode == "ddp" and self.fault.codes == FAILURE  # failed ranks, which then went on to the end
         return not hit or (done and not restarted and self.fault.codes != {0})
 
-    def load(self, name: str) -> dict[str, Any] | None:
-        path = self.output / name
-        return torch.load(path, weights_only=True) if path.exists() else None
-
     def compare(self) -> None:
         left = [path.name for path in self.output.iterdir() if "tmp" in path.name]
         expect(not left, f"left in the folder: {', '.join(left)}")
         for name in ("last.pt", "best.pt"):
-            ours, theirs = self.load(name), torch.load(self.reference.output / name, weights_only=True)
+            ours, theirs = load(self.output / name), load(self.reference.output / name)
             expect(ours is not None, f"no {name}")
             parts = [part for part in theirs if part != "config" and (name == "last.pt" or part != "log")]
             different = [where for part in parts for where in differences(ours.get(part), theirs[part], part)]
@@ -376,6 +374,23 @@ def sample_at(epoch: int, place: int) -> str:
     """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(common.mix(0, epoch)))  # as GlobalBatchSampler draws it
     return f"{epoch}:{order[place]}"
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def write_images(folder: Path) -> None:
+    """Make a small tree of JPEG files."""
+    from torchvision.io import write_jpeg
+
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 32), ("val", 8)):
+        for label in range(2):
+            (folder / part / f"class{label}").mkdir(parents=True)
+            for i in range(count):
+                image = torch.randint(0, 128, (3, 12, 12), generator=generator) + 100 * label
+                write_jpeg(image.to(torch.uint8), str(folder / part / f"class{label}" / f"{part}-{label}-{i}.jpg"))
 
 
 def differences(ours: Any, theirs: Any, where: str) -> list[str]:
@@ -412,6 +427,7 @@ class Campaign:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder, self.stopping = seed, folder, False
+        self.project, self.images = folder / "project", folder / "images"
         self.references: dict[tuple, Reference] = {}
         self.locks: dict[tuple, threading.Lock] = {}
 
@@ -419,14 +435,14 @@ class Campaign:
         if self.stopping:
             raise KeyboardInterrupt
         folder.mkdir(parents=True)
-        path = f"{TASKS}:{os.environ.get('PYTHONPATH', '')}"
+        path = f"{self.project / 'tests' / 'tasks'}:{os.environ.get('PYTHONPATH', '')}"
         command = ["bash", "run.sh", mode, str(n), *BASE]
         with open(folder / "out", "w") as out:
-            return Launch(command, folder, *options, stdout=out, PYTHONPATH=path, FAULT_PACE="0.05", **environment)
+            return Launch(command, folder, *options, root=self.project, stdout=out, PYTHONPATH=path, FAULT_PACE="0.05", **environment)
 
     def reference(self, trial: Trial) -> Reference:
         """The undisturbed run of the trial's mode, made once."""
-        images = ["--data-dir", str(self.images())] if trial.fault.options == IMAGES else []
+        images = ["--data-dir", str(self.images)] if trial.fault.options == IMAGES else []
         environment = trial.environment() if trial.fault.always else {}
         key = (trial.mode, trial.n, *trial.fault.options, *environment.values())
         with self.locks.setdefault(key, threading.Lock()):
@@ -439,28 +455,17 @@ class Campaign:
                     expect(code == 0, f"exit code {code} of the undisturbed run: {launch.errors()[-2000:]}")
                 skipped = sum(line.get("skipped", 0) for line in log_lines(folder / "run" / "metrics.jsonl"))
                 expect(skipped == bool(environment), f"{skipped} steps skipped in the undisturbed run")
-                saved = torch.load(folder / "run" / "last.pt", weights_only=True)["epoch"]
-                expect(saved == EPOCHS, f"the undisturbed run has saved only {saved} epochs")
+                saved = load(folder / "run" / "last.pt") or {"epoch": 0}
+                expect(saved["epoch"] == EPOCHS, f"the undisturbed run has saved only {saved['epoch']} epochs: {launch.errors()[-500:]}")
                 self.references[key] = Reference(folder / "run", seconds)
         return self.references[key]
 
-    @functools.cache  # noqa: B019 (there is one campaign)
-    def images(self) -> Path:
-        """Make a small tree of JPEG files."""
-        from torchvision.io import write_jpeg
-
-        generator = torch.Generator().manual_seed(0)
-        folder = self.folder / "images"
-        for part, count in (("train", 32), ("val", 8)):
-            for label in range(2):
-                (folder / part / f"class{label}").mkdir(parents=True, exist_ok=True)
-                for i in range(count):
-                    image = torch.randint(0, 128, (3, 12, 12), dtype=torch.uint8, generator=generator) + 100 * label
-                    write_jpeg(image.to(torch.uint8), str(folder / part / f"class{label}" / f"{part}-{label}-{i}.jpg"))
-        return folder
-
     def run(self, trials: list[Trial]) -> list[tuple[Trial, str]]:
         """Run two trials side by side; print a line for each; return each with its column."""
+        unwanted = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "runs", "shared")
+        shutil.copytree(ROOT, self.project, ignore=unwanted)  # so that all trials try the same code, whoever edits it meanwhile
+        if any(trial.fault.options == IMAGES for trial in trials):
+            write_images(self.images)
         results = []
         executor = ThreadPoolExecutor(2)
         futures = {executor.submit(self.outcome, trial): trial for trial in trials}

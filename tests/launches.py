@@ -65,7 +65,9 @@ def wait_for_end(pids: list[int], timeout: float) -> None:
 class Launch:
     """A launch in a process group of its own; `processes` finds all that belongs to it by the mark in its environment."""
 
-    def __init__(self, command: list[str], folder: Path, *options: str, stdout: IO | int = subprocess.PIPE, **environment: str) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, *options: str, root: Path = ROOT, stdout: IO | int = subprocess.PIPE, **environment: str
+    ) -> None:
         self.folder, self.mark = folder, f"{folder}\0"
         environment = {**os.environ, "LAUNCH_MARK": str(folder), "OMP_NUM_THREADS": "1", **environment}
         environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
@@ -74,7 +76,7 @@ class Launch:
             options = (*options, "--output-dir", str(folder / "run"))
         self.start = time.monotonic()
         self.process = subprocess.Popen(
-            [*command, *options], cwd=ROOT, env=environment, stdout=stdout, stderr=self.err, text=True, start_new_session=True
+            [*command, *options], cwd=root, env=environment, stdout=stdout, stderr=self.err, text=True, start_new_session=True
         )
 
     def __enter__(self) -> Launch:
