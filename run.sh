@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash run.sh MODE [N] [options]     MODE: single, dp, ddp, spawn (train on N devices) or test (options go to pytest), equivalence, mutants
+# bash run.sh MODE [N] [options]     MODE: single, dp, ddp or spawn trains on N devices; test (of pytest), equivalence, mutants, faults
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
@@ -12,10 +12,10 @@ mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
   single | dp | ddp | spawn) ;;
-  test | equivalence | mutants) needed+=("$here/tests/requirements.txt") ;;
+  test | equivalence | mutants | faults) needed+=("$here/tests/requirements.txt") ;;
   -h | --help | help) usage && exit 0 ;;
   "") usage >&2 && exit 2 ;;
-  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh test|equivalence|mutants" ;;
+  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh test|equivalence|mutants|faults" ;;
 esac
 shift
 
@@ -43,7 +43,7 @@ fi
 
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
-  equivalence | mutants) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
+  equivalence | mutants | faults) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
 esac
 
 for option; do

@@ -1,0 +1,555 @@
+"""Break training runs on purpose and compare what they end with: `bash run.sh faults [--trials N] [--seed S] [--only FAULT] [--trial K]`.
+
+A trial starts `bash run.sh MODE N ...`, inflicts one fault at a random instant, looks at how the run ends, and starts the same command line
+again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once. If a trial is
+lost, the program ends with exit code 1 and keeps its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from launches import ROOT, Launch, marked, send
+
+import common
+
+EPOCHS, BATCH, SAMPLES = 6, 15, 203
+STEPS = SAMPLES // BATCH
+BASE = [*f"--epochs {EPOCHS} --batch-size {BATCH} --save-every 5 --log-every 3 --warmup-epochs 1 --lr 0.05".split()]
+BASE += ["--dtype", "float64", "--average", "ema", "--clip-grad-norm", "1", "--resume", "auto"]
+DIGITS = ["--task", "tests/tasks/faulty.py"]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
+IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
+LIMIT = 240  # seconds that any launch may take
+LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
+SMALL_DISK, SMALL_FILE = "size=1m", 40_000  # holds all files of a run; smaller than a checkpoint, larger than a log
+
+ONE = [("single", 1), ("dp", 2)]
+SEVERAL = [("ddp", 2), ("ddp", 3), ("spawn", 2), ("spawn", 3)]
+EVERY = [*ONE, ("ddp", 1), *SEVERAL]
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
+FAILURE = set(range(1, 256))
+
+
+# ------------------------------------------------------------------------------------------------------------------- the faults
+# An `inflict` gets the trial and its launch, which has just started, and returns whether there was anything left to disturb.
+
+
+def somewhere(trial: Trial, launch: Launch, find: Callable[[], list[int]]) -> list[int]:
+    """Wait for the trial's instant; return one of the processes that `find` finds then, or as soon as there is one."""
+    if not launch.alive_at(trial.instant):
+        return []
+    while not (found := find()):
+        if not launch.alive_at(time.monotonic() - launch.start + 0.05):
+            return []
+    return [trial.rng.choice(found)]
+
+
+def signal_launcher(number: int, trial: Trial, launch: Launch) -> bool:
+    hit = launch.alive_at(trial.instant)
+    if hit:
+        launch.process.send_signal(number)
+    return hit
+
+
+def signal_rank(number: int, trial: Trial, launch: Launch) -> bool:
+    found = somewhere(trial, launch, launch.ranks)
+    send(found, number)
+    return bool(found)
+
+
+def signal_all(number: int, trial: Trial, launch: Launch) -> bool:
+    hit = launch.alive_at(trial.instant)
+    send(launch.processes() if hit else [], number)
+    return hit
+
+
+def kill_worker(trial: Trial, launch: Launch) -> bool:
+    found = somewhere(trial, launch, launch.workers)
+    send(found, signal.SIGKILL)
+    return bool(found)
+
+
+class Watch:
+    """Tells when files are created in a folder, as soon as they are. Source: man 7 inotify."""
+
+    CREATED = 0x100
+
+    def __init__(self, folder: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if libc.inotify_add_watch(self.descriptor, os.fsencode(folder), self.CREATED) < 0:
+            raise OSError(ctypes.get_errno(), f"cannot watch {folder}")
+
+    def count(self, name: bytes, launch: Launch, wanted: int) -> bool:
+        """Wait until files with `name` in their names were created `wanted` times; False if the launch ended before."""
+        seen = 0
+        while seen < wanted and launch.process.poll() is None:
+            if select.select([self.descriptor], [], [], 0.5)[0]:
+                seen += os.read(self.descriptor, 65536).count(name)
+        os.close(self.descriptor)
+        return seen >= wanted
+
+
+def kill_in_save(trial: Trial, launch: Launch) -> bool:
+    """The temporary files of last.pt, best.pt and previous.pt come about 50 times in a run; a save takes a few milliseconds."""
+    hit = trial.watch.count(b".pt.tmp", launch, trial.rng.randint(1, 50))
+    delay, start = trial.rng.choice([0, 0.001, 0.004]), time.monotonic()
+    while time.monotonic() - start < delay:
+        pass
+    send(launch.processes() if hit else [], signal.SIGKILL)
+    return hit
+
+
+def kill_and_damage(damage: Callable[[random.Random, bytes], bytes], trial: Trial, launch: Launch) -> bool:
+    """Kill the run at an instant at which it has a checkpoint to fall back to, and damage last.pt."""
+    trial.watch.count(b"previous.pt", launch, 2)
+    begin = time.monotonic() - launch.start
+    trial.instant = begin + trial.fraction * (trial.reference.seconds - begin)
+    signal_all(signal.SIGKILL, trial, launch)
+
+    def change() -> None:
+        path = trial.output / "last.pt"
+        path.write_bytes(damage(trial.rng, path.read_bytes()))
+
+    trial.repairs.callback(change)
+    return True
+
+
+def truncate(rng: random.Random, content: bytes) -> bytes:
+    return content[: rng.randrange(len(content))]
+
+
+def flip_bit(rng: random.Random, content: bytes) -> bytes:
+    place = rng.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+
+
+def in_the_task(trial: Trial, launch: Launch) -> bool:
+    """tests/tasks/faulty.py does it."""
+    launch.process.wait(LIMIT)
+    return (trial.folder / "once").exists()
+
+
+def kill_or_stop(trial: Trial, launch: Launch) -> bool:
+    """What tests/tasks/faulty.py does is no reason to end; this is."""
+    return signal_all(trial.rng.choice([signal.SIGKILL, signal.SIGTERM]), trial, launch)
+
+
+def fill_disk(trial: Trial, launch: Launch) -> bool:
+    hit = launch.alive_at(trial.instant)
+    ballast = trial.output / "ballast"
+    trial.repairs.callback(ballast.unlink)
+    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1024))
+    return hit
+
+
+def limit_file_size(trial: Trial, launch: Launch) -> bool:
+    hit = launch.alive_at(trial.instant)
+    for pid in launch.processes() + launch.processes():  # twice: one may just have started another
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALL_FILE, SMALL_FILE))
+    return hit
+
+
+def make_read_only(trial: Trial, launch: Launch) -> bool:
+    """Linux refuses this while the log is open for writing: so it is done to a run that was killed, and started again."""
+    signal_all(signal.SIGKILL, trial, launch)
+    launch.end(LIMIT)
+    subprocess.run(["mount", "-o", "remount,ro", trial.output], check=True)
+    trial.repairs.callback(subprocess.run, ["mount", "-o", "remount,rw", trial.output], check=True)
+    with trial.start("read-only") as again:
+        code = again.end(LIMIT)
+        assert code == 2 and re.search("[Rr]ead-only", again.errors()), f"exit code {code} in a read-only folder: {again.errors()}"
+    return True
+
+
+def start_second_run(trial: Trial, launch: Launch) -> bool:
+    """The first run is halted meanwhile, or it would be over before the second has started."""
+    hit = trial.watch.count(b"metrics.jsonl", launch, 1) and launch.alive_at(trial.instant)
+    if hit:
+        send(launch.processes(), signal.SIGSTOP)
+        with trial.start("second") as second:
+            code = second.end(LIMIT)
+            send(launch.processes(), signal.SIGCONT)
+            if launch.process.poll() is None:
+                assert code == 2 and "another run is writing there" in second.errors(), f"exit code {code} of the second: {second.errors()}"
+    return hit
+
+
+def damage_image(trial: Trial, launch: Launch) -> bool:
+    hit = launch.alive_at(trial.instant)
+    path = trial.rng.choice(sorted((trial.folder / "images").rglob("*.jpg")))
+    content = path.read_bytes()
+    damaged = path.with_name("damaged")
+    damaged.write_bytes(content[: trial.rng.choice([0, 2, len(content) // 2])])
+    os.replace(damaged, path)
+    trial.repairs.callback(path.write_bytes, content)
+    trial.cause = re.escape(path.name)
+    return hit
+
+
+def mount(trial: Trial) -> None:
+    """Make the output folder a file system of its own, and a small one."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", SMALL_DISK, "faults", trial.output], check=True)
+    trial.cleanup.callback(subprocess.run, ["umount", "--lazy", trial.output], check=True)
+
+
+def watch(trial: Trial) -> None:
+    trial.watch = Watch(trial.output)
+
+
+def make_images(trial: Trial) -> None:
+    shutil.copytree(trial.campaign.images, trial.folder / "images")
+
+
+class Fault(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    inflict: Callable[[Trial, Launch], bool]
+    codes: set[int]  # of the launch, as a shell shows them
+    cause: str = ""  # what stands in the last lines of stderr if the launch fails, a pattern
+    places: list[tuple[str, int]] = EVERY
+    task: str = ""  # what tests/tasks/faulty.py does
+    always: bool = False  # ... in every launch, the undisturbed one included, not only once
+    prepare: Callable[[Trial], None] = lambda trial: None
+    workers: int | None = None  # None: drawn
+    options: list[str] = DIGITS
+    resumed: str = ""  # what the next launch says on stderr, a pattern
+
+
+def signals() -> list[Fault]:
+    targets = {"the launcher": signal_launcher, "one rank": signal_rank, "all processes": signal_all}
+    return [
+        Fault(f"{number.name} to {target}", functools.partial(inflict, number), {code}, number.name)
+        for number, code in CODES.items()
+        for target, inflict in targets.items()
+    ]
+
+
+KILLED = "SIGKILL|[Ss]ignal 9|exit code: -9"
+FALLBACK = "last.pt: damaged.*falling back"
+FAULTS = [
+    Fault("SIGKILL to all processes", functools.partial(signal_all, signal.SIGKILL), {137}),
+    Fault("SIGKILL within a save", kill_in_save, {137}, prepare=watch),
+    Fault("SIGKILL to one rank", functools.partial(signal_rank, signal.SIGKILL), FAILURE, KILLED, SEVERAL),
+    Fault("SIGKILL to the launcher", functools.partial(signal_launcher, signal.SIGKILL), {137}),
+    *signals(),
+    Fault("exception in a rank", in_the_task, FAILURE, "RuntimeError: broken in the loss", task="raises"),
+    Fault("sys.exit(0) in a rank", in_the_task, FAILURE, "exit", task="leaves with 0"),
+    Fault("os._exit(1) in a rank", in_the_task, FAILURE, "exit ?code:? 1", SEVERAL, task="dies with 1"),
+    Fault("a rank hangs", in_the_task, FAILURE, "[Tt]imed? ?out", SEVERAL, task="stops", options=[*DIGITS, "--timeout", "10"]),
+    Fault("NaN loss, then killed or stopped", kill_or_stop, {137, 143}, task="NaN loss", always=True),
+    Fault("NaN input, then killed or stopped", kill_or_stop, {137, 143}, task="NaN input", always=True),
+    Fault("exception in a loader worker", in_the_task, FAILURE, "broken in a loader worker", task="worker raises", workers=2),
+    Fault("SIGKILL to a loader worker", kill_worker, FAILURE, "DataLoader worker .* killed", workers=2),
+    Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
+    Fault("file size limit", limit_file_size, FAILURE, "File too large"),
+    Fault("read-only folder", make_read_only, {137}, prepare=mount),
+    Fault(
+        "last.pt truncated", functools.partial(kill_and_damage, truncate), {137}, prepare=watch, resumed="last.pt: damaged.*falling back"
+    ),
+    Fault("last.pt with a flipped bit", functools.partial(kill_and_damage, flip_bit), {137}, prepare=watch),
+    Fault("a second run in the folder", start_second_run, {0}, prepare=watch),
+    Fault("damaged image", damage_image, FAILURE, "set by the fault", prepare=make_images, options=IMAGES),
+]
+
+
+# -------------------------------------------------------------------------------------------------------------------- a trial
+
+
+class Lost(Exception):
+    """The promise was not kept; says how."""
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise Lost(message)
+
+
+class Trial:
+    """One launch, one fault, one resume. Everything random about it follows from the seed, its number and its fault."""
+
+    def __init__(self, campaign: Campaign, number: int, fault: Fault) -> None:
+        self.campaign, self.number, self.fault, self.cause = campaign, number, fault, fault.cause
+        self.rng = random.Random(f"{campaign.seed}-{number}")
+        self.mode, self.n = self.rng.choice(fault.places)
+        self.workers = self.rng.choice([0, 2]) if fault.workers is None else fault.workers
+        self.fraction = self.rng.random()  # of an undisturbed run's duration
+        self.place = sample_at(self.rng.randrange(EPOCHS), self.rng.randrange(STEPS * BATCH))  # any step, any rank
+        other = {"ddp": "spawn", "spawn": "ddp"}.get(self.mode, self.mode)  # numerically the same
+        self.resume_mode = other if self.rng.random() < 0.3 else self.mode
+        self.folder = campaign.folder / f"trial-{number}"
+        self.output = self.folder / "run"
+        self.repairs, self.cleanup = contextlib.ExitStack(), contextlib.ExitStack()
+
+    def __str__(self) -> str:
+        resumed = f" resumed by {self.resume_mode}" if self.resume_mode != self.mode else ""
+        return f"{self.fault.name}: {self.mode} {self.n}{resumed}, {self.workers} workers"
+
+    def environment(self) -> dict[str, str]:
+        if not self.fault.task:
+            return {}
+        once = {} if self.fault.always else {"FAULT_ONCE": str(self.folder / "once")}
+        return {"FAULT": self.fault.task, "FAULT_AT": self.place, **once}
+
+    def start(self, name: str, mode: str = "") -> Launch:
+        data = ["--data-dir", str(self.folder / "images")] if self.fault.options == IMAGES else []
+        options = [*self.fault.options, *data, "--workers", str(self.workers), "--output-dir", str(self.output)]
+        return self.campaign.launch(self.folder / name, mode or self.mode, self.n, options, self.environment())
+
+    def run(self) -> str:
+        """Return the column of the table that it belongs to: survived, or after the end."""
+        with self.cleanup:
+            self.output.mkdir(parents=True)
+            self.reference = self.campaign.reference(self)
+            self.instant = self.fraction * self.reference.seconds
+            self.fault.prepare(self)
+            with self.repairs:
+                late = self.disturb()
+            with self.start("resume", self.resume_mode) as launch:
+                code = launch.end(LIMIT)
+                expect(code == 0, f"exit code {code} of the resumed run")
+                expect(late or bool(re.search(self.fault.resumed, launch.errors())), f"the resumed run does not say {self.fault.resumed}")
+            self.compare()
+        return "after the end" if late else "survived"
+
+    def disturb(self) -> bool:
+        """Launch, inflict, and check how it ends; return whether the run was done before the fault could matter."""
+        with self.start("first") as launch:
+            hit = self.fault.inflict(self, launch)
+            code, errors = launch.end(LIMIT), launch.errors()
+        checkpoint = load(self.output / "last.pt")
+        done = code == 0 and checkpoint is not None and checkpoint["epoch"] == EPOCHS
+        expect(done or hit, f"exit code {code} though nothing happened to it")
+        expect(done or code in self.fault.codes, f"exit code {code}")
+        if self.fault.codes <= {0, 130, 143}:
+            expect("Traceback" not in errors, "a traceback, though it was only asked to stop")
+        if code and self.fault.codes == FAILURE:
+            cause = "\n".join(errors.splitlines()[-LAST_LINES:])
+            early = "failed before the first checkpoint" in cause  # says that the cause stands above
+            expect(bool(re.search(self.cause, errors if early else cause)), f"the last lines of stderr do not name the cause, {self.cause}")
+        restarted = self.mode == "ddp" and self.fault.codes == FAILURE  # failed ranks, which then went on to the end
+        return not hit or (done and not restarted and self.fault.codes != {0})
+
+    def compare(self) -> None:
+        left = [path.name for path in self.output.iterdir() if "tmp" in path.name]
+        expect(not left, f"left in the folder: {', '.join(left)}")
+        for name in ("last.pt", "best.pt"):
+            ours, theirs = load(self.output / name), load(self.reference.output / name)
+            expect(ours is not None, f"no {name}")
+            parts = [part for part in theirs if part != "config" and (name == "last.pt" or part != "log")]
+            different = [where for part in parts for where in differences(ours.get(part), theirs[part], part)]
+            expect(not different, f"{name} differs from the undisturbed run's: {', '.join(different[:5])}")
+        ours, theirs = (log_lines(folder / "metrics.jsonl") for folder in (self.output, self.reference.output))
+        expect(ours == theirs, f"metrics.jsonl differs from the undisturbed run's: {len(ours)} lines and {len(theirs)}")
+
+
+def sample_at(epoch: int, place: int) -> str:
+    """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(common.mix(0, epoch)))  # as GlobalBatchSampler draws it
+    return f"{epoch}:{order[place]}"
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def write_images(folder: Path) -> None:
+    """Make a small tree of JPEG files."""
+    from torchvision.io import write_jpeg
+
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 32), ("val", 8)):
+        for label in range(2):
+            (folder / part / f"class{label}").mkdir(parents=True)
+            for i in range(count):
+                image = torch.randint(0, 128, (3, 12, 12), generator=generator) + 100 * label
+                write_jpeg(image.to(torch.uint8), str(folder / part / f"class{label}" / f"{part}-{label}-{i}.jpg"))
+
+
+def differences(ours: Any, theirs: Any, where: str) -> list[str]:
+    """Return the places at which two nested values are not the same to the bit."""
+    if isinstance(theirs, dict):
+        if not isinstance(ours, dict) or ours.keys() != theirs.keys():
+            return [where]
+        return [place for key in theirs for place in differences(ours[key], theirs[key], f"{where}.{key}")]
+    if isinstance(theirs, list):
+        if not isinstance(ours, list) or len(ours) != len(theirs):
+            return [where]
+        return [place for i, (a, b) in enumerate(zip(ours, theirs)) for place in differences(a, b, f"{where}.{i}")]
+    same = torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
+    return [] if same else [where]
+
+
+def log_lines(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "images_per_s"} for line in lines]
+
+
+# --------------------------------------------------------------------------------------------------------------- the campaign
+
+
+class Reference(NamedTuple):
+    """An undisturbed run."""
+
+    output: Path
+    seconds: float
+
+
+class Campaign:
+    """A folder, the undisturbed runs that all trials share, and what is running."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed, self.folder, self.stopping = seed, folder, False
+        self.project, self.images = folder / "project", folder / "images"
+        self.references: dict[tuple, Reference] = {}
+        self.locks: dict[tuple, threading.Lock] = {}
+
+    def launch(self, folder: Path, mode: str, n: int, options: list[str], environment: dict[str, str]) -> Launch:
+        if self.stopping:
+            raise KeyboardInterrupt
+        folder.mkdir(parents=True)
+        path = f"{self.project / 'tests' / 'tasks'}:{os.environ.get('PYTHONPATH', '')}"
+        command = ["bash", "run.sh", mode, str(n), *BASE]
+        with open(folder / "out", "w") as out:
+            return Launch(command, folder, *options, root=self.project, stdout=out, PYTHONPATH=path, FAULT_PACE="0.05", **environment)
+
+    def reference(self, trial: Trial) -> Reference:
+        """The undisturbed run of the trial's mode, made once."""
+        images = ["--data-dir", str(self.images)] if trial.fault.options == IMAGES else []
+        environment = trial.environment() if trial.fault.always else {}
+        key = (trial.mode, trial.n, *trial.fault.options, *environment.values())
+        with self.locks.setdefault(key, threading.Lock()):
+            if key not in self.references:
+                folder = self.folder / f"reference-{len(self.locks)}-{trial.mode}-{trial.n}"
+                options = [*trial.fault.options, *images, "--workers", "0", "--output-dir", str(folder / "run")]
+                with self.launch(folder, trial.mode, trial.n, options, environment) as launch:
+                    code = launch.end(LIMIT)
+                    seconds = time.monotonic() - launch.start
+                    expect(code == 0, f"exit code {code} of the undisturbed run: {launch.errors()[-2000:]}")
+                skipped = sum(line.get("skipped", 0) for line in log_lines(folder / "run" / "metrics.jsonl"))
+                expect(skipped == bool(environment), f"{skipped} steps skipped in the undisturbed run")
+                saved = load(folder / "run" / "last.pt") or {"epoch": 0}
+                expect(saved["epoch"] == EPOCHS, f"the undisturbed run has saved only {saved['epoch']} epochs: {launch.errors()[-500:]}")
+                self.references[key] = Reference(folder / "run", seconds)
+        return self.references[key]
+
+    def run(self, trials: list[Trial]) -> list[tuple[Trial, str]]:
+        """Run two trials side by side; print a line for each; return each with its column."""
+        unwanted = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "runs", "shared")
+        shutil.copytree(ROOT, self.project, ignore=unwanted)  # so that all trials try the same code, whoever edits it meanwhile
+        if any(trial.fault.options == IMAGES for trial in trials):
+            write_images(self.images)
+        results = []
+        executor = ThreadPoolExecutor(2)
+        futures = {executor.submit(self.outcome, trial): trial for trial in trials}
+        try:
+            for future in as_completed(futures):
+                trial, (column, seconds, message) = futures[future], future.result()
+                results.append((trial, column))
+                print(f"{len(results):4}  trial {trial.number:<4} {column:14} {seconds:5.0f} s  {trial}", flush=True)
+                if message:
+                    print(message, flush=True)
+        finally:
+            self.stopping = True
+            executor.shutdown(wait=False, cancel_futures=True)
+            while running := [future for future in futures if not future.done()]:
+                send(marked(f"{self.folder}/"), signal.SIGKILL)
+                wait(running, timeout=0.5)
+        return results
+
+    def outcome(self, trial: Trial) -> tuple[str, float, str]:
+        """Run a trial; return its column, its seconds, and if it was lost, how."""
+        start = time.monotonic()
+        try:
+            column, message = trial.run(), ""
+            shutil.rmtree(trial.folder)
+        except Exception as error:
+            column, message = "lost", f"{type(error).__name__}: {error}\n  kept in {trial.folder}; again with: {again(trial)}"
+            for path in sorted(trial.folder.glob("*/err")):
+                message += f"\n  {path.parent.name}:" + "".join(f"\n    {line}" for line in path.read_text().splitlines()[-LAST_LINES:])
+        return column, time.monotonic() - start, message
+
+
+def again(trial: Trial) -> str:
+    return f'bash run.sh faults --seed {trial.campaign.seed} --only "{trial.fault.name}" --trial {trial.number}'
+
+
+def choose(seed: int, trials: int, only: str | None) -> list[Fault]:
+    """Return the faults of trials 0, 1, ...: all of them in random order, then all of them again."""
+    chosen = []
+    while len(chosen) < trials:
+        faults = [fault for fault in FAULTS if fault.name == only or (only is None and (fault.prepare is not mount or os.geteuid() == 0))]
+        chosen += random.Random(f"{seed}-{len(chosen)}").sample(faults, len(faults))
+    return chosen[:trials]
+
+
+def table(results: list[tuple[Trial, str]]) -> list[dict[str, Any]]:
+    columns = ("survived", "after the end", "lost")
+    rows = []
+    for fault in FAULTS:
+        outcomes = [column for trial, column in results if trial.fault.name == fault.name]
+        if outcomes:
+            rows.append({"fault": fault.name, "trials": len(outcomes), **{column: outcomes.count(column) for column in columns}})
+    total = {name: sum(row[name] for row in rows) for name in ("trials", *columns)}
+    return [*rows, {"fault": "all", **total}]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="faults.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--trials", type=int, default=100, metavar="N", help="how many (default 100, which cover each fault several times)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
+    parser.add_argument("--only", choices=[fault.name for fault in FAULTS], metavar="FAULT", help="one fault, by its name in the table")
+    parser.add_argument("--trial", type=int, metavar="K", help="only the trial with this number, from 0")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
+    args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up then too
+    start = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    results = []
+    try:
+        campaign = Campaign(args.seed, folder)
+        numbers = range(args.trials) if args.trial is None else [args.trial]
+        faults = choose(args.seed, max(numbers) + 1, args.only)
+        results = campaign.run([Trial(campaign, number, faults[number]) for number in numbers])
+    finally:
+        send(marked(f"{folder}/"), signal.SIGKILL)
+        if all(column != "lost" for _, column in results):
+            shutil.rmtree(folder)
+    rows, seconds = table(results), time.monotonic() - start
+    print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    print("\n".join(f"| {' | '.join(map(str, row.values()))} |" for row in rows))
+    print(f"\nseed {args.seed}, {seconds / 60:.1f} minutes")
+    if args.json:
+        args.json.write_text(json.dumps({"seed": args.seed, "seconds": round(seconds), "rows": rows}, indent=1) + "\n")
+    return 1 if rows[-1]["lost"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

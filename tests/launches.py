@@ -1,0 +1,137 @@
+"""Real launches of `run.sh`, whose processes can be found, hit with signals, and never outlive the `with` block that started them."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TASKS = ROOT / "tests" / "tasks"
+# Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
+RANK, WHOLE = re.compile(r"train_ddp\.py|multiprocessing-fork"), re.compile(r"train_(single|dp)\.py")
+
+
+def parent(pid: int) -> int:
+    """Return the parent's process id, or 0 if the process is gone or waits to be buried."""
+    try:
+        state, ppid = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state == "Z" else int(ppid)
+
+
+def read(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def marked(mark: str) -> list[int]:
+    """Process ids of all that is alive and was started with a LAUNCH_MARK in its environment that begins with `mark`."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return sorted(pid for pid in pids if f"\0LAUNCH_MARK={mark}" in "\0" + read(pid, "environ") and parent(pid))
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def wait_for_end(pids: list[int], timeout: float) -> None:
+    """Wait until none of the processes, which need not be children, is alive."""
+    deadline = time.monotonic() + timeout
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(descriptor)
+
+
+class Launch:
+    """A launch in a process group of its own; `processes` finds all that belongs to it by the mark in its environment."""
+
+    def __init__(
+        self, command: list[str], folder: Path, *options: str, root: Path = ROOT, stdout: IO | int = subprocess.PIPE, **environment: str
+    ) -> None:
+        self.folder, self.mark = folder, f"{folder}\0"
+        environment = {**os.environ, "LAUNCH_MARK": str(folder), "OMP_NUM_THREADS": "1", **environment}
+        environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
+        self.err = open(folder / "err", "w+")  # noqa: SIM115
+        if "--output-dir" not in options:
+            options = (*options, "--output-dir", str(folder / "run"))
+        self.start = time.monotonic()
+        self.process = subprocess.Popen(
+            [*command, *options], cwd=root, env=environment, stdout=stdout, stderr=self.err, text=True, start_new_session=True
+        )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        send(self.processes(), signal.SIGKILL)
+        self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+        self.err.close()
+
+    def wait_for(self, pattern: str) -> None:
+        for line in self.process.stdout:
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"the run ended before it printed {pattern}: {self.errors()}")
+
+    def alive_at(self, seconds: float) -> bool:
+        """Wait until so many seconds after the start; return whether the launch still runs then."""
+        try:
+            self.process.wait(max(0.0, self.start + seconds - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def processes(self) -> list[int]:
+        """Process ids of all that the launch started and that are still alive."""
+        return marked(self.mark)
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in the order in which they were started; the one process of single and dp."""
+        launcher = self.process.pid
+        if WHOLE.search(read(launcher, "cmdline")):
+            return [launcher]
+        return [pid for pid in self.processes() if parent(pid) == launcher and RANK.search(read(pid, "cmdline"))]
+
+    def workers(self) -> list[int]:
+        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same."""
+        ranks = {pid: read(pid, "cmdline") for pid in self.ranks()}
+        return [pid for pid in self.processes() if (rank := parent(pid)) in ranks and read(pid, "cmdline") == ranks[rank]]
+
+    def errors(self) -> str:
+        return Path(self.err.name).read_text(errors="replace")
+
+    def end(self, timeout: float = 60, grace: float = 15) -> int:
+        """Wait for the launch to end and for all its processes to be gone; return the exit code as a shell shows it."""
+        if self.process.stdout:
+            self.process.stdout.read()
+        code = self.process.wait(timeout)
+        deadline = time.monotonic() + grace  # a rank whose launcher was killed still saves
+        while (left := self.processes()) and time.monotonic() < deadline:
+            wait_for_end(left, deadline - time.monotonic())
+        assert not left, f"processes are left running: {', '.join(read(pid, 'cmdline') for pid in left)}".replace("\0", " ")
+        return code if code >= 0 else 128 - code
+
+    def checkpoint(self, name: str = "last.pt") -> dict[str, Any]:
+        return torch.load(self.folder / "run" / name, weights_only=True)
