@@ -32,7 +32,7 @@ class UsageError(Exception):
     by_all = False  # whether every rank raises it: then rank 0 speaks for all
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.splitlines()))  # one line, however many an error has that it quotes
+        super().__init__(" ".join(str(message).splitlines()))  # one line, however many an error has that it quotes
 
 
 class Stopped(Exception):
@@ -190,7 +190,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     """Parse and check the command line of a mode; for ddp, `world_size` is the launcher's (or what it is going to be)."""
     parser = build_parser(mode)
     args = parser.parse_args(argv)
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", 1)) if mode == "ddp" else 1
+    launched = mode == "ddp" and world_size is None  # the environment is of this run's launcher, not of one around run.sh
+    world_size = int(os.environ.get("WORLD_SIZE", 1)) if launched else world_size or 1
     if mode != "ddp":
         os.environ.pop("RANK", None)  # of some other launcher: here it would silence what is the only, or first, rank
     device_type = resolve_device_type(args.device)
@@ -199,7 +200,7 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         if getattr(args, option) is None:
             setattr(args, option, available if device_type != "cpu" else 2)
         world_size = getattr(args, option) * getattr(args, "nnodes", 1)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if mode == "ddp" else world_size // getattr(args, "nnodes", 1)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if launched else world_size // getattr(args, "nnodes", 1)
 
     if device_type != "cpu" and local_world_size > available:
         raise UsageError(f"{local_world_size} processes or replicas, but only {available} accelerators; use {available}, or --device cpu")

@@ -355,6 +355,8 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
         with pytest.raises(options.UsageError, match="3 processes or replicas, but only 2 accelerators; use 2, or --device cpu"):
             options.parse_args(mode, argv, world_size)
         options.parse_args(mode, [*argv, "--device", "cpu"], world_size)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher around run.sh, which says how many it is going to start
+    options.parse_args("ddp", [], 2)
     assert options.parse_args("dp", []).replicas == options.parse_args("spawn", []).nproc == 2, "by default all accelerators"
 
 
