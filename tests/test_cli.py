@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import ROOT
 
+import checkpoint
 import options
 
 FILES = {
@@ -76,8 +77,8 @@ FOLDERS |= {"more": ("ab", "abc"), "fewer": ("ab", "a")}
 CHECKPOINTS = {
     "format.pt": {"format": 1},
     "other.pt": {"format": 0, "config": {}},
-    "listed.pt": {"format": 1, "config": [1, 2]},
-    "weights.pt": {"format": 1, "config": {}, "model": {"conv9.weight": torch.zeros(1)}},
+    "listed.pt": dict.fromkeys(checkpoint.KEYS) | {"format": 1, "config": [1, 2]},
+    "weights.pt": dict.fromkeys(checkpoint.KEYS) | {"format": 1, "config": {}, "model": {"conv9.weight": torch.zeros(1)}},
     "tensor.pt": torch.zeros(3),
 }
 
@@ -190,8 +191,8 @@ CASES = [
     ("ddp", 2, "--nproc 2", "unrecognized arguments: --nproc 2"),
     ("spawn", 2, "--dist-url tcp://localhost:99999", "--dist-url tcp://localhost:99999: must be tcp://HOST:PORT with a port of 1 to 65535"),
     ("spawn", 2, "--dist-url tcp://localhost:0", "--dist-url tcp://localhost:0: must be tcp://HOST:PORT with a port of 1 to 65535"),
-    ("single", 1, "--resume TMP/format.pt", "--resume TMP/format.pt: not a checkpoint of this program: KeyError: 'config'"),
-    ("single", 1, "--resume TMP/listed.pt", "--resume TMP/listed.pt: not a checkpoint of this program"),
+    ("single", 1, "--resume TMP/format.pt", "--resume TMP/format.pt: not a checkpoint of this program (format 1)"),
+    ("single", 1, "--resume TMP/listed.pt", "--resume TMP/listed.pt: not a checkpoint of this program: AttributeError"),
     ("single", 1, "--resume TMP/other.pt", "--resume TMP/other.pt: not a checkpoint of this program (format 1)"),
     ("single", 1, "--resume TMP/tensor.pt", "--resume TMP/tensor.pt: not a checkpoint of this program (format 1)"),
     (
@@ -217,7 +218,7 @@ CASES = [
             ("empty", "build_datasets, line LINE: FileNotFoundError: Found no valid file for the classes b."),
             ("more", "--data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c"),
             ("fewer", "--data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b"),
-            ("torn", "the first 2 samples of the training set: UnidentifiedImageError: cannot identify image file"),
+            ("torn", "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: "),
         ]
     ],
     ("single", 1, "--model resnet18", "--task TASK: the model of build_model: RuntimeError: Given groups=1"),
@@ -253,7 +254,7 @@ CASES = [
             ("data-alone", "the first 2 samples of the training set: a sample must be (input, target), got Tensor"),
             ("data-text", "the first 2 samples of the training set: TypeError: a sample holds tensors"),
             ("data-ragged", "the first 2 samples of the training set: RuntimeError: "),
-            ("data-unreadable", "the first 2 samples of the training set, line 6: OSError: image file is truncated"),
+            ("data-unreadable", "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: image file is truncated"),
         ]
     ],
     ("single", 1, "--task TMP/data-empty.py", "the evaluation set is empty"),

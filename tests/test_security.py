@@ -108,9 +108,9 @@ def test_torchscript_program_is_no_checkpoint(tmp_path, capfd):
     """torch.load would hand it to torch.jit.load."""
     program = tmp_path / "program.pt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        warnings.simplefilter("ignore")  # torch.jit is deprecated, and torch.load says where it would hand the file to
         torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), program)
-    assert "damaged, or not a checkpoint" in refused(["--resume", str(program)], capfd)
+        assert "damaged, or not a checkpoint" in refused(["--resume", str(program)], capfd)
 
 
 FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.startfile", "torch.hub.load", "torch.jit.load"}
