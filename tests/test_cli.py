@@ -294,6 +294,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(("mode", "n", "arguments", "message"), CASES, ids=[f"{mode}-{n} {text[:99]}" for mode, n, text, _ in CASES])
 def test_bad_input_is_refused_by_name(mode, n, arguments, message, folder, monkeypatch, capfd):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)  # the same words on every machine
     access = os.access  # to root no folder is read-only
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "closed" and access(path, how))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -325,9 +326,15 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
         (["bash", "run.sh", "ddp", ""], "N = : must be a whole number, at least 1"),
         (["bash", "run.sh", "ddp", "a[$(touch owned)]"], "N = a[$(touch owned)]: must be a whole number, at least 1"),
         (["bash", "run.sh", "single", "2"], "N = 2: single trains on one device"),
-        (["bash", "run.sh", "ddp", "08", "--batch-size", "7"], "train_ddp.py: error: --batch-size 7 cannot be cut into 8 devices"),
+        (
+            ["bash", "run.sh", "ddp", "08", "--batch-size", "7", "--device", "cpu"],
+            "train_ddp.py: error: --batch-size 7 cannot be cut into 8 devices",
+        ),
         ([sys.executable, "train_ddp.py"], "no launcher ('RANK' is not set). Start it with torchrun"),
-        ([sys.executable, "train_spawn.py", "--nproc", "2", "--batch-size", "5000"], "--batch-size 5000 is larger than the training set"),
+        (
+            [sys.executable, "train_spawn.py", "--nproc", "2", "--batch-size", "5000", "--device", "cpu"],
+            "--batch-size 5000 is larger than the training set",
+        ),
         ([sys.executable, "train_single.py", "--lr", "fast"], "--lr: must be a number, at least 0, got fast"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
