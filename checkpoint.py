@@ -47,7 +47,8 @@ FORMAT = 1  # of a checkpoint; raised when its keys change
 HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
 HARMLESS |= {"tensorboard", "device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile"}
 HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters", "skip_corrupt"}
-KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "epoch", "step", "global_step", "best", "samples", "log", "config"}
+KEYS = dict.fromkeys(("model", "optimizer", "scheduler", "scaler", "average", "log", "config"), dict)
+KEYS |= {**dict.fromkeys(("epoch", "step", "global_step", "samples"), int), "best": (float, type(None))}
 WHAT_IS_EVALUATED = {"dataset", "image_size", "model", "task", "dtype", "average", "optimizer", "freeze", "label_smoothing"}
 
 
@@ -127,6 +128,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; `weights_only` refuses anything but tensors and plain values, so that no code in the file runs."""
     try:
         with zipfile.ZipFile(path) as file:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in file.infolist()):
+                raise ValueError("compressed, which torch.save never does")  # a small file could fill the memory
             if damaged := file.testzip():  # torch.load does not look at the checksums that torch.save wrote
                 raise ValueError(f"checksum of {damaged} is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -135,8 +138,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except Exception as error:  # a truncated, damaged or hostile file raises almost anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(f"--resume {path}: damaged, or not a checkpoint ({reason}); name another file or start anew") from error
-    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT or not checkpoint.keys() >= KEYS:
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
+    wrong = [name for name, kind in KEYS.items() if not isinstance(checkpoint.get(name), kind)]
+    if wrong := wrong or [name for name, kind in KEYS.items() if kind is int and checkpoint[name] < 0]:
+        raise UsageError(f"--resume {path}: not a checkpoint of this program: {', '.join(wrong)} missing or wrong")
     return checkpoint
 
 
@@ -257,7 +263,7 @@ class Run:
         if checkpoint and checkpoint["samples"] != self.sampler.length and not args.eval_only:
             raise UsageError(f"the training set has {self.sampler.length} samples, and had {checkpoint['samples']} before: another run")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.folder / "metrics.jsonl", "a+")  # noqa: SIM115 (open, and locked, as long as the run)
+        self.file = open(self.folder / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115 (open, and locked, as long as the run)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -275,12 +281,11 @@ class Run:
         state, epochs = self.state, self.args.epochs
         try:
             state.restore(checkpoint)
-        except (RuntimeError, ValueError, KeyError) as error:
+            self.meter.restore(checkpoint["log"])  # the sums since the last log line
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             problem = UsageError(f"--resume {self.args.resume}: does not fit the model or the optimizer: {' '.join(str(error).split())}")
             problem.by_all = True
             raise problem from error
-        if is_rank0():  # the sums since the last log line are those of all ranks: one of them carries them on
-            self.meter.restore(checkpoint["log"])
         done = "" if state.epoch < epochs else f": all {epochs} epochs are done, more --epochs would go on"
         print0(f"resumed at epoch {state.epoch + 1}, step {state.step}{done}")
 
@@ -291,9 +296,10 @@ class Run:
         for line in self.file if checkpoint else ():
             try:
                 entry = json.loads(line)
-            except ValueError:
+                evaluation, step = entry["event"] == "eval", entry["global_step"]
+                done = entry["epoch"] < checkpoint["epoch"] if evaluation else step <= checkpoint["global_step"]
+            except (ValueError, KeyError, TypeError):  # torn, or not ours
                 break
-            done = entry["epoch"] < checkpoint["epoch"] if entry["event"] == "eval" else entry["global_step"] <= checkpoint["global_step"]
             if not done or not line.endswith("\n"):
                 break
             kept += len(line.encode())
@@ -302,7 +308,7 @@ class Run:
     def batches(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the batches that are left of the epoch, on the device, behind a progress bar if someone is watching."""
         self.sampler.set_position(self.state.epoch, self.state.step)
-        self.clock, self.untimed = time.perf_counter(), self.meter.count  # of before a resume
+        self.clock, self.untimed = time.perf_counter(), sum(self.meter.sums_of_ranks()["count"])  # of before a resume
         if is_rank0() and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -392,18 +398,18 @@ class Run:
         return announce_end(0, "")
 
     def save(self, *names: str) -> bool:
-        """Write the checkpoint under these names. Call it on every rank: the sums since the last log line are reduced."""
-        totals = self.meter.totals()
-        return not is_rank0() or self._write_checkpoint(totals, *names)
+        """Write the checkpoint under these names. Call it on every rank: each has sums since the last log line."""
+        sums = self.meter.sums_of_ranks()
+        return not is_rank0() or self._write_checkpoint(sums, *names)
 
     def _save_between_epochs(self) -> None:
         """Write last.pt before the evaluation is done; it will be made again. No other rank is needed: no sums are open."""
         if is_rank0():
-            self._write_checkpoint({"count": 0.0}, "last.pt")
+            self._write_checkpoint({"count": [0.0]}, "last.pt")
 
-    def _write_checkpoint(self, totals: dict[str, float], *names: str) -> bool:
+    def _write_checkpoint(self, sums: dict[str, list[float]], *names: str) -> bool:
         config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str, list, type(None)))}
-        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": totals, "config": config}
+        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": sums, "config": config}
         if bad := non_finite(checkpoint):
             print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
             return False

@@ -228,18 +228,19 @@ class KeyedDataset(Dataset):
             return self.dataset.__getitems__(indices)
         return default_collate([self._sample(epoch, index) for index in indices])
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        torch.manual_seed(mix(self.seed, epoch, index))
-        random.seed(torch.initial_seed())
-        np.random.seed(torch.initial_seed() % 2**32)
-        try:
-            return self.dataset[index]
-        except OSError as error:
-            message = f"sample {index} cannot be read: {error}"
-            if not self.skip_corrupt:
-                raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from error
-        print(f"{message}; the next one takes its place", file=sys.stderr, flush=True)
-        return self._sample(epoch, (index + 1) % len(self.dataset))
+    def _sample(self, epoch: int, first: int) -> Any:
+        for index in (*range(first, len(self.dataset)), *range(first)):
+            torch.manual_seed(mix(self.seed, epoch, index))
+            random.seed(torch.initial_seed())
+            np.random.seed(torch.initial_seed() % 2**32)
+            try:
+                return self.dataset[index]
+            except OSError as error:
+                message = f"sample {index} cannot be read: {error}"
+                if not self.skip_corrupt:
+                    raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from error
+            print(f"{message}; the next one takes its place", file=sys.stderr, flush=True)
+        raise RuntimeError("no sample can be read")
 
 
 def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
@@ -470,23 +471,32 @@ class Meter:
     def clear(self) -> None:
         self.sums, self.count = {}, 0
 
-    def restore(self, totals: dict[str, float]) -> None:
-        """Go on from what `totals` returned."""
-        self.sums = {name: torch.tensor(total, device=self.device, dtype=self.dtype) for name, total in totals.items() if name != "count"}
-        self.count = int(totals["count"])
+    def restore(self, sums: dict[str, list[float]]) -> None:
+        """Go on from what `sums_of_ranks` returned: each rank from its own, or at another world size one rank from all of them."""
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+        mine = {name: of[rank] if len(of) == world_size else sum(of) * (rank == 0) for name, of in sums.items()}
+        self.count = int(mine.pop("count"))
+        self.sums = {name: torch.tensor(value, device=self.device, dtype=self.dtype) for name, value in mine.items()}
 
-    def totals(self) -> dict[str, float]:
-        """Return the sum of each name and the `count`, over all ranks."""
+    def _sums(self) -> tuple[list[str], Tensor]:
         names = broadcast_object(list(self.sums))  # a rank whose shard is empty has seen no name
         zero = torch.zeros((), device=self.device, dtype=self.dtype)
-        sums = torch.stack([*(self.sums.get(name, zero) for name in names), zero + self.count])
-        return dict(zip([*names, "count"], reduce_value(sums, average=False).tolist()))
+        return [*names, "count"], torch.stack([*(self.sums.get(name, zero) for name in names), zero + self.count])
+
+    def sums_of_ranks(self) -> dict[str, list[float]]:
+        """Return the sum of each name and the `count`, for each rank: from their total a resumed run would go on with other roundings."""
+        names, sums = self._sums()
+        ranks = [sums]
+        if is_distributed():
+            ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+            dist.all_gather(ranks, sums)
+        return dict(zip(names, torch.stack(ranks, 1).tolist()))
 
     def mean(self) -> dict[str, float]:
         """Return the mean of each name over all samples of all ranks, and their `count`."""
-        totals = self.totals()
-        count = totals.pop("count")
-        return {**{name: total / count for name, total in totals.items()}, "count": int(count)}
+        names, sums = self._sums()
+        *totals, count = reduce_value(sums, average=False).tolist()
+        return {**{name: total / count for name, total in zip(names, totals)}, "count": int(count)}
 
 
 def build_average(args: argparse.Namespace, net: nn.Module) -> AveragedModel | NoAverage:

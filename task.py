@@ -129,7 +129,13 @@ def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         centre = v2.Resize((size, size), antialias=True)
     augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
     centre = v2.Compose([centre, v2.PILToTensor()])
-    return ImageFolder(root / "train", augment, loader=read_image), ImageFolder(held_out, centre, loader=read_image)
+    try:
+        sets = ImageFolder(root / "train", augment, loader=read_image), ImageFolder(held_out, centre, loader=read_image)
+    except FileNotFoundError as error:  # no class, or a class without an image
+        raise common.UsageError(f"--data-dir {root}: {error}") from error
+    if only := ", ".join(sorted({*sets[0].classes} ^ {*sets[1].classes})):  # labels are numbers of folders: a missing one shifts the rest
+        raise common.UsageError(f"--data-dir {root}: training and evaluation set must have the same classes; only one of them has {only}")
+    return sets
 
 
 def read_image(path: str) -> Image.Image:
@@ -207,7 +213,8 @@ def build_model(args: argparse.Namespace) -> nn.Module:
             raise common.UsageError(
                 f"--model {args.model}: unknown; close names: {', '.join(close)}; any torchvision classification model works"
             )
-        model = models.get_model(args.model, weights=None, num_classes=classes)
+        one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
+        model = models.get_model(args.model, weights=None, num_classes=classes, **one_output)
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=getattr(torch, args.dtype)))
     return model
 

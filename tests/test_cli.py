@@ -74,11 +74,14 @@ IMAGES = "--dataset imagefolder --image-size 8 --batch-size 2 --data-dir TMP"
 # An image folder each: the classes of train/ and of val/
 FOLDERS = {"no-val": ("ab", None), "no-train": (None, "ab"), "no-class": ("", "ab"), "empty": ("a", "ab"), "torn": ("ab", "ab")}
 FOLDERS |= {"more": ("ab", "abc"), "fewer": ("ab", "a")}
+WHOLE = {"format": 1, **{name: None if name == "best" else kind() for name, kind in checkpoint.KEYS.items()}}
 CHECKPOINTS = {
     "format.pt": {"format": 1},
     "other.pt": {"format": 0, "config": {}},
-    "listed.pt": dict.fromkeys(checkpoint.KEYS) | {"format": 1, "config": [1, 2]},
-    "weights.pt": dict.fromkeys(checkpoint.KEYS) | {"format": 1, "config": {}, "model": {"conv9.weight": torch.zeros(1)}},
+    "listed.pt": WHOLE | {"config": [1, 2]},
+    "negative.pt": WHOLE | {"step": -3},
+    "beyond.pt": WHOLE | {"best": "high", "epoch": "x"},
+    "weights.pt": WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
     "tensor.pt": torch.zeros(3),
 }
 
@@ -191,8 +194,10 @@ CASES = [
     ("ddp", 2, "--nproc 2", "unrecognized arguments: --nproc 2"),
     ("spawn", 2, "--dist-url tcp://localhost:99999", "--dist-url tcp://localhost:99999: must be tcp://HOST:PORT with a port of 1 to 65535"),
     ("spawn", 2, "--dist-url tcp://localhost:0", "--dist-url tcp://localhost:0: must be tcp://HOST:PORT with a port of 1 to 65535"),
-    ("single", 1, "--resume TMP/format.pt", "--resume TMP/format.pt: not a checkpoint of this program (format 1)"),
-    ("single", 1, "--resume TMP/listed.pt", "--resume TMP/listed.pt: not a checkpoint of this program: AttributeError"),
+    ("single", 1, "--resume TMP/format.pt", "--resume TMP/format.pt: not a checkpoint of this program: model, optimizer,"),
+    ("single", 1, "--resume TMP/listed.pt", "--resume TMP/listed.pt: not a checkpoint of this program: config missing or wrong"),
+    ("single", 1, "--resume TMP/negative.pt", "--resume TMP/negative.pt: not a checkpoint of this program: step missing or wrong"),
+    ("single", 1, "--resume TMP/beyond.pt", "--resume TMP/beyond.pt: not a checkpoint of this program: epoch, best missing or wrong"),
     ("single", 1, "--resume TMP/other.pt", "--resume TMP/other.pt: not a checkpoint of this program (format 1)"),
     ("single", 1, "--resume TMP/tensor.pt", "--resume TMP/tensor.pt: not a checkpoint of this program (format 1)"),
     (
@@ -214,8 +219,8 @@ CASES = [
         for name, message in [
             ("no-val", "--data-dir TMP/no-val: needs train/ and val/"),
             ("no-train", "--data-dir TMP/no-train: needs train/ and val/"),
-            ("no-class", "--task TASK: build_datasets, line LINE: FileNotFoundError: Couldn't find any class folder in TMP/no-class/train"),
-            ("empty", "build_datasets, line LINE: FileNotFoundError: Found no valid file for the classes b."),
+            ("no-class", "--data-dir TMP/no-class: Couldn't find any class folder in TMP/no-class/train"),
+            ("empty", "--data-dir TMP/empty: Found no valid file for the classes b."),
             ("more", "--data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c"),
             ("fewer", "--data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b"),
             ("torn", "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: "),

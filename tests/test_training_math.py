@@ -103,12 +103,12 @@ def test_meter_is_the_exact_mean_over_uneven_and_empty_shards():
     in_group(3, check_meter_with_empty_and_uneven_shards)
 
 
-def test_meter_goes_on_from_its_totals():
+def test_meter_goes_on_from_its_sums():
     whole, first, second = (common.Meter(torch.device("cpu")) for _ in range(3))
     values = torch.rand(10)
     whole.add(loss=values)
     first.add(loss=values[:3])
-    second.restore(first.totals())
+    second.restore(first.sums_of_ranks())
     second.add(loss=values[3:])
     assert second.mean() == pytest.approx(whole.mean(), rel=1e-12)
 
