@@ -260,21 +260,21 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
     if workers:
         iter(loader)
+        sampler.begun = True
     return loader
 
 
 class _Late(Sampler):
-    """Yields nothing the first time, and then what `sampler` yields: so that workers can start before it is known what to load."""
+    """Yields nothing until `begun`, and then what `sampler` yields: so that workers can start before it is known what to load."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self.started = sampler, False
+        self.sampler, self.begun = sampler, False
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        started, self.started = self.started, True
-        return iter(self.sampler) if started else iter(())
+        return iter(self.sampler) if self.begun else iter(())
 
 
 def _identity(batch: Any) -> Any:

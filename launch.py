@@ -237,8 +237,8 @@ def torchrun(argv: list[str]) -> int:
         end = Path(folder, "end")
         os.environ["LAUNCH_END_FILE"] = str(end)  # where the ranks say that they ended on purpose: see announce_end
         # One machine: launcher and ranks meet in files, and nothing listens to the network. A file of their own for every start: in the
-        # store that torchrun shares, restarted ranks find the addresses of dead ones and hang.
-        os.environ["LAUNCH_MEETING_FILE"] = str(Path(folder, "ranks"))
+        # store that torchrun would share, restarted ranks find the addresses of dead ones and hang.
+        os.environ.update(LAUNCH_MEETING_FILE=str(Path(folder, "ranks")), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         stay_on_this_machine()
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(Path(folder, "launchers")), "--rdzv-conf", "store_type=file"]
         name = ["--rdzv-id", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"]

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,25 @@ def wait_for_end(pids: list[int], timeout: float) -> None:
             continue
         select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         os.close(descriptor)
+
+
+def listening(pids: list[int]) -> dict[int, str]:
+    """Return {port: address} of all TCP sockets on which the processes listen. Source: man 5 proc_net_tcp."""
+    inodes = set()
+    for pid in pids:
+        try:
+            inodes |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+        except OSError:  # the process, or one of its files, is gone
+            continue
+    found = {}
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                words, port = local.split(":")
+                address = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
+                found[int(port, 16)] = socket.inet_ntop(family, address)
+    return found
 
 
 class Launch:

@@ -74,6 +74,7 @@ MASKS = "survivors::test_dropout_never_repeats"
 DIVERGED = "survivors::test_ten_skipped_steps_in_a_row_end_the_run"
 ONE, MANY = "pitfalls_01_14::test_pitfall_", "pitfalls_15_28::test_pitfall_"
 LAST = "pitfalls_29_42::test_pitfall_"
+ENDINGS = "endings::test_"
 
 # One fault takes two or three lines here, and not seven.
 # fmt: off
@@ -134,7 +135,7 @@ mutant("ddp: every rank evaluates everything", "train_ddp",
        "ShardSampler(len(val_set), args.batch_size // args.accum_steps)", MANY + "19_all_ranks_evaluate")
 mutant("ddp: @record missing", "train_ddp", "@record  # torchrun then shows the traceback of the rank that failed first\n", "",
        LAST + "41_torchrun_shows_the_cause")
-mutant("ddp: --timeout not handed on", "train_ddp", ", timeout=common.timeout(args))  # finds", ")  # finds",
+mutant("ddp: --timeout not handed on", "train_ddp", "common.timeout(args), world_size", "None, world_size",
        "survivors::test_timeout_reaches_the_process_group[ddp-2]")
 mutant("ddp: --find-unused-parameters ignored", "train_ddp", "find_unused_parameters=args.find_unused_parameters, ", "",
        MANY + "28_unused_parameters")
@@ -231,7 +232,8 @@ mutant("meter: a mean of means", "common", "value.detach().sum(dtype=self.dtype)
        "value.detach().mean(dtype=self.dtype)\n        self.count += 1", METER)
 mutant("meter: batches counted, not samples", "common", "self.count += len(value)", "self.count += 1", METER)
 mutant("meter: sums in float32", "common", 'torch.float32 if device.type == "mps" else torch.float64', "torch.float32", f"{EQUAL}[ddp-2-1]")
-mutant("meter: count lost at resume", "common", 'int(totals["count"])', "0", "training_math::test_meter_goes_on_from_its_totals")
+mutant("meter: count lost at resume", "common", 'int(mine.pop("count"))', 'mine.pop("count") * 0',
+       "training_math::test_meter_goes_on_from_its_sums")
 mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", "pass",
        MANY + "18_batchnorm_buffers_are_equal_in_evaluation")
 mutant("sync_buffers: weights not compared", "common", "zip(net.named_parameters(), largest, smallest) if a != b", "[]",
@@ -306,8 +308,8 @@ RESTORE = 'for name in ("optimizer", "scheduler", "scaler"):\n            getatt
 mutant("save: file not on the disk before the rename", "checkpoint",
        "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n", "", DURABLE)
 mutant("save: name not on the disk", "checkpoint", "    os.fsync(folder)  # and the name too\n", "", DURABLE)
-mutant("save: written over the old file", "checkpoint", "os.replace(temporary, path)\n    finally",
-       "shutil.copyfile(temporary, path)\n    finally", DURABLE)
+mutant("save: written over the old file", "checkpoint", "os.replace(temporary, path)\n    except",
+       "shutil.copyfile(temporary, path)\n    except", DURABLE)
 mutant("save: temporary file in another folder", "checkpoint", 'temporary = path.with_name(f".{path.name}.tmp")',
        'temporary = path.parent.parent / f".{path.name}.tmp"', DURABLE)
 mutant("save: half a file stays behind", "checkpoint", "        temporary.unlink(missing_ok=True)\n    folder", "        pass\n    folder",
@@ -349,8 +351,10 @@ mutant("resume: learning rate of the shorter run", "checkpoint", 'group["lr"] = 
 mutant("resume: each rank for itself", "checkpoint", "checkpoint, error = broadcast_object((checkpoint, error))", "pass",
        LAST + "31_rank_0_reads_and_decides")
 mutant("resume: sums of the log forgotten", "checkpoint", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
-mutant("resume: sums of the log restored on every rank", "checkpoint", "            if is_rank0():  # the sums",
-       "            if True:  # the sums", f"{BITWISE}[ddp-2-9]")
+mutant("resume: sums of all ranks restored on rank 0", "common", "of[rank] if len(of) == world_size else sum(of)",
+       "sum(of) if True else sum(of)", f"{BITWISE}[ddp-2-9]")
+mutant("resume: sums of the ranks put together", "common", "of[rank] if len(of) == world_size else sum(of)", "sum(of)",
+       "faults::test_a_step_that_is_skipped_is_skipped_again[NaN loss]")
 mutant("average: never evaluated", "checkpoint", 'self.average.module if getattr(self.average, "n_averaged", 0) else self.net', "self.net",
        "survivors::test_ema_and_swa_are_what_they_say")
 mutant("swa: from the first epoch", "checkpoint", "state.epoch >= args.epochs * 3 // 4", "state.epoch >= 0",
@@ -403,13 +407,77 @@ mutant("launch: nodes of SLURM meet on localhost", "launch", '"SLURM_NNODES", "1
 mutant("launch: a fixed port", "launch", 'return "127.0.0.1", 0', 'return "127.0.0.1", 29473', MANY + "15_two_jobs_on_one_machine")
 mutant("launch: unknown host waited for", "launch", "socket.getaddrinfo(url.hostname, url.port)", "pass",
        f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]")
-mutant("launch: a dead rank is success", "launch", "return error.exit_code if error.exit_code > 0 else 1", "return 0",
+mutant("launch: a dead rank is success", "launch", 'return 1, "process {} left', 'return 0, "process {} left',
        ONE + "06_dead_rank_ends_the_job[exits 1]")
-mutant("launch: a killed rank has no code of its own", "launch", "return error.exit_code if error.exit_code > 0 else 1",
-       "return error.exit_code", ONE + "06_dead_rank_ends_the_job[is killed]")
+mutant("launch: a killed rank has no code of its own", "launch", "(128 - code if -code in SIGNALS else 1)",
+       "128 - code", ONE + "06_dead_rank_ends_the_job[is killed]")
 mutant("launch: signals not handed on", "launch", "os.kill(process.pid, number)", "pass", LAST + "39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(written)", "code = 0",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
+mutant("launch: sys.exit(0) of a task is success", "launch", "        if code is None:\n", "        if False:\n",
+       f"{ENDINGS}task_that_leaves_by_sys_exit_is_no_success[ddp-2]")
+mutant("launch: sys.exit(0) ends a device's run with 0", "launch", "except SystemExit as error:", "except ZeroDivisionError as error:",
+       f"{ENDINGS}task_that_leaves_by_sys_exit_is_no_success[single-1]")
+mutant("launch: a signal before training kills without a word", "launch", "signal.signal(number, _end_at_once)", "pass",
+       f"{ENDINGS}signal_before_training_ends_the_run_at_once")
+mutant("launch: a deliberate end is restarted", "launch", "and Path(end).exists():", "and False:",
+       f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
+mutant("launch: the last word counts", "launch", 'open(path, "x")', 'open(path, "w")',
+       f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
+mutant("launch: a rank that ends alone ends with 0", "launch", "return 0 if path and by_all else code", "return 0 if path else code",
+       f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
+mutant("launch: the last words are a victim's", "launch", "        if code == FAILED:", "        if True:",
+       ONE + "06_dead_rank_ends_the_job[raises]")
+mutant("launch: a victim is blamed under torchrun", "launch", "or bool(LOST_CONNECTION.search(str(failure.message)))", "or False",
+       f"{ENDINGS}root_cause_under_torchrun")
+mutant("launch: SIGTERM of torchrun is blamed", "launch", "failure.exitcode == -signal.SIGTERM or", "False or",
+       f"{ENDINGS}root_cause_under_torchrun")
+mutant("launch: a victim is blamed after a restart", "launch", "for message in messages if not LOST_CONNECTION.search(message)]",
+       "for message in messages]",
+       f"{ENDINGS}restarted_rank_tells_what_failed_before_the_first_checkpoint")
+mutant("launch: ranks meet where dead ones did", "launch", "file://{file}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}",
+       "file://{file}",
+       f"{ENDINGS}ranks_meet_in_a_file_of_their_own_after_a_restart")
+mutant("launch: the store of one machine listens to all", "launch", 'if host != "127.0.0.1":', "if True:",
+       f"{ENDINGS}store_of_one_machine_listens_on_the_loopback_alone")
+mutant("launch: ranks of one machine listen to all", "launch", 'os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")', "pass",
+       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
+mutant("launch: torchrun listens to all", "launch", "[*meet, *name, *argv]", '["--standalone", *argv]',
+       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
+mutant("stop: not saved before the end of an evaluation", "checkpoint", "self.stop.save_now = self._save_between_epochs", "pass",
+       f"{ENDINGS}signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_again[single-1]")
+mutant("resume: another training set not noticed", "checkpoint", 'checkpoint["samples"] != self.sampler.length and', "False and",
+       f"{ENDINGS}checkpoint_of_other_data_or_another_model_is_refused")
+mutant("resume: a model that does not fit is a traceback", "checkpoint",
+       "except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:", "except ZeroDivisionError as error:",
+       f"{ENDINGS}checkpoint_of_other_data_or_another_model_is_refused")
+mutant("save: whatever a task puts into its arguments", "checkpoint", "if isinstance(value, (int, float, str, list, type(None)))}", "}",
+       f"{ENDINGS}what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+mutant("load: values not looked at", "checkpoint", "    wrong = [name", "    wrong = [] and [name",
+       f"{REFUSED}[single-1 --resume TMP/format.pt]")
+mutant("load: negative positions", "checkpoint", "if kind is int and checkpoint[name] < 0]", "if False]",
+       f"{REFUSED}[single-1 --resume TMP/negative.pt]")
+mutant("load: a compressed file may fill the memory", "checkpoint", "member.compress_type != zipfile.ZIP_STORED", "False",
+       "security::test_compressed_file_is_refused_unread")
+mutant("log: a foreign line ends the run", "checkpoint", "except (ValueError, KeyError, TypeError):", "except ValueError:",
+       "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, self.kept", "torch.where(bad > 2, self.kept",
+       f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
+mutant("scaler: BatchNorm goes back to before the resume", "common", "self._keep_statistics()  # of the network", "pass  # of the network",
+       f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
+mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIPPED_IN_A_ROW,", "self.in_a_row < 99,",
+       f"{ENDINGS}ten_skipped_steps_in_a_row_are_remembered")
+mutant("data: --skip-corrupt ignored", "common", "if not self.skip_corrupt:", "if True:",
+       f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
+mutant("data: the replacement is drawn as the broken one", "common", "torch.manual_seed(mix(self.seed, epoch, index))",
+       "torch.manual_seed(mix(self.seed, epoch, first))",
+       f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
+mutant("data: a broken file is not named", "task", 'raise OSError(f"{path}: {error}") from error', "raise",
+       f"{ENDINGS}broken_image_file_is_named")
+mutant("workers: start when the ranks have met", "common", "        iter(loader)\n", "        pass\n",
+       f"{ENDINGS}workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")
+mutant("workers: load what is not wanted", "common", "        sampler = _Late(sampler)\n", "        sampler.begun = True\n",
+       f"{ENDINGS}workers_load_nothing_that_a_resumed_run_skips")
 mutant("launch: SIGUSR1 unknown to torchrun", "launch", "signal.signal(signal.SIGUSR1, hand_on)", "pass",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("restart: begins anew", "checkpoint", 'args.resume == "auto" or restarted():', 'args.resume == "auto":',

@@ -277,7 +277,7 @@ def test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn(finishe
     shutil.copytree(finished.folder, tmp_path / "run")
     shutil.copyfile(tmp_path / "run" / "previous.pt", tmp_path / "run" / "last.pt")
     log = tmp_path / "run" / "metrics.jsonl"
-    log.write_text(log.read_text() + '{"event": "train", "epo')
+    log.write_text(log.read_text() + '{}\n5\n{"event": "train", "epo')
     resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
     assert comparable(resumed.lines) == comparable(finished.lines)
     assert len({json.dumps(line) for line in resumed.lines}) == len(resumed.lines)

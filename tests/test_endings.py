@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, make_args, train
+from launches import listening
 from pitfalls import BASE, without_speed
 from torch import nn
 
@@ -267,6 +268,15 @@ def test_skipped_step_leaves_no_trace_in_batchnorm(amp):
         seen.append(not after["1.running_mean"].equal(before["1.running_mean"]))
     assert seen == [True, True, False, True]
 
+    resumed = {name: buffer + 1 for name, buffer in statistics(net).items()}
+    net.load_state_dict(resumed, strict=False)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.scale(net(torch.full((8, 3), float("nan"))).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert statistics(net)["1.running_mean"].equal(resumed["1.running_mean"]), "as restored, not as before that"
+
 
 def poison_the_input(k, rank_to_poison, rank):
     """NaN in one image of the k-th batch of one rank, before the first layer."""
@@ -350,6 +360,53 @@ def count_workers_before_the_group(rank):
 def test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy(mode, tmp_path):
     result = train(mode, 2, *BASE, "--epochs", "1", "--workers", "1", folder=tmp_path, patch=count_workers_before_the_group)
     assert result.code == 0 and result.out.count("workers: 2") == 2, result.out  # one of each loader, on both ranks
+
+
+class Noted:
+    """Samples that note in a file that they were loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        with open(self.path, "a") as file:
+            file.write(f"{index}\n")
+        return torch.tensor(index), torch.tensor(0)
+
+
+def test_workers_load_nothing_that_a_resumed_run_skips(tmp_path):
+    sampler = common.GlobalBatchSampler(40, 4, seed=0)
+    loader = common.build_loader(make_args("single", "--workers", "1"), Noted(tmp_path / "loaded"), sampler, torch.device("cpu"))
+    sampler.set_position(0, 7)
+    for _ in range(2):
+        batches = [index for inputs, _ in loader for index in inputs.tolist()]
+        assert len(batches) == 12 and len(set(batches)) == 12
+    assert [int(line) for line in (tmp_path / "loaded").read_text().split()] == 2 * batches
+    loader._iterator._shutdown_workers()
+
+
+def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
+    monkeypatch.delenv("LAUNCH_MEETING_FILE", raising=False)
+    assert launch.meeting_point() == "env://"
+    monkeypatch.setenv("LAUNCH_MEETING_FILE", "/tmp/x/ranks")
+    places = set()
+    for restarts in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        places.add(launch.meeting_point())
+    assert len(places) == 3 and all(place.startswith("file:///tmp/x/ranks") for place in places)
+
+
+def test_store_of_one_machine_listens_on_the_loopback_alone():
+    everywhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = launch.serve("127.0.0.1", 0)
+    open_ports = listening([os.getpid()])
+    assert open_ports[everywhere.port] in ("0.0.0.0", "::"), "what torch does by itself"
+    assert open_ports[store.port] == "127.0.0.1"
+    store.set("key", "value")
+    assert dist.TCPStore("127.0.0.1", store.port, is_master=False).get("key") == b"value"
 
 
 def test_help_is_no_run_that_was_left():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import ROOT
 
+import checkpoint
 import options
 
 
@@ -102,6 +103,17 @@ def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place
         assert list(tmp_path.iterdir()) == [path]
     run_it(path)
     assert owned.exists(), "the file was hostile indeed"
+
+
+def test_compressed_file_is_refused_unread(tmp_path):
+    """A thousandth of a checkpoint's size on the disk could fill the memory."""
+    torch.save({"format": 1, "x": torch.zeros(100_000)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as small:
+        for name in plain.namelist():
+            small.writestr(name, plain.read(name))
+    assert (tmp_path / "small.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size / 100
+    with pytest.raises(options.UsageError, match=r"compressed, which torch.save never does"):
+        checkpoint.load_checkpoint(tmp_path / "small.pt")
 
 
 def test_torchscript_program_is_no_checkpoint(tmp_path, capfd):

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from launches import TASKS, Launch, parent
+from launches import TASKS, Launch, listening, parent
 
 OPTIONS = ["--task", str(TASKS / "small.py"), "--batch-size", "30", "--epochs", "10000", "--log-every", "6"]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
@@ -28,6 +28,8 @@ LAUNCHES = {
 def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, number, tmp_path):
     with Launch(LAUNCHES[mode], tmp_path, "--workers", str(workers)) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
+        addresses = set(listening(launch.processes()).values())
+        assert addresses == ({"127.0.0.1"} if mode != "single" else set()), "nobody else can reach the ranks of one machine"
         launch.process.send_signal(number)
         assert launch.end() == CODES[number], launch.errors()
         saved = launch.checkpoint()
