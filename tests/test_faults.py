@@ -80,6 +80,18 @@ def test_killed_within_a_save(number, tmp_path):
     assert_same(train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path), single_run(*SMALL))
 
 
+def test_after_a_kill_at_any_instant_a_damaged_last_checkpoint_has_a_previous_one(tmp_path):
+    """Also between the link that makes the last checkpoint the previous one and the rename that gives it a successor."""
+    for number in range(9, 13):
+        folder = tmp_path / str(number)
+        assert train("single", 1, *SMALL, folder=folder, patch=functools.partial(kill_at_call, number)).code == -signal.SIGKILL
+        last = folder / "run" / "last.pt"
+        last.write_bytes(last.read_bytes()[:-1000])
+        resumed = train("single", 1, *SMALL, "--resume", "auto", folder=folder)
+        assert f"{last}: damaged" in resumed.err
+        assert_same(resumed, single_run(*SMALL))
+
+
 @pytest.mark.parametrize(
     ("mode", "fault", "cause"),
     [
@@ -148,7 +160,7 @@ def compared(tmp_path_factory):
     trial.output.parent.mkdir()
     shutil.copytree(single_run(*SMALL).folder, trial.output)
     shutil.copytree(single_run(*SMALL).folder, folder / "reference")
-    trial.reference = faults.Reference(folder / "reference", 1.0)
+    trial.reference = faults.Reference(folder / "reference", 1.0, 12)
     return trial
 
 
