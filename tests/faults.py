@@ -306,7 +306,7 @@ class Trial:
         other = {"ddp": "spawn", "spawn": "ddp"}.get(self.mode, self.mode)  # numerically the same
         self.resume_mode = other if self.rng.random() < 0.3 else self.mode
         self.folder = campaign.folder / f"trial-{number}"
-        self.output = self.folder / "run"
+        self.output, self.logged = self.folder / "run", 0  # the last step in its log when the fault came
         self.repairs, self.cleanup = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __str__(self) -> str:
