@@ -550,10 +550,12 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     campaign = Campaign(args.seed, folder)
+    numbers = range(args.trials) if args.trial is None else [args.trial]
     try:
-        numbers = range(args.trials) if args.trial is None else [args.trial]
         faults = choose(args.seed, max(numbers) + 1, args.only)
         campaign.run([Trial(campaign, number, faults[number]) for number in numbers])
+    except KeyboardInterrupt:
+        print("interrupted: the table is of the trials that were done")
     finally:
         send(marked(f"{folder}/"), signal.SIGKILL)
         if all(column != "lost" for _, column in campaign.results):
@@ -564,7 +566,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\nseed {args.seed}, {seconds / 60:.1f} minutes")
     if args.json:
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": round(seconds), "rows": rows}, indent=1) + "\n")
-    return 1 if rows[-1]["lost"] else 0
+    return 1 if rows[-1]["lost"] or rows[-1]["trials"] < len(numbers) else 0
 
 
 if __name__ == "__main__":
