@@ -136,6 +136,14 @@ class Patches:
             patch(rank)
 
 
+def test_loss_of_a_log_interval_in_which_the_run_was_stopped_is_the_same_to_the_bit(tmp_path):
+    """The sums of three ranks, added up in another order, differ in the last bit."""
+    argv = (*SMALL, "--batch-size", "10", "--epochs", "1", "--log-every", "10", "--save-every", "100")
+    straight = train("ddp", 3, *argv, folder=tmp_path / "straight")
+    assert train("ddp", 3, *argv, folder=tmp_path, patch=functools.partial(stop_after, 5)).code == 143
+    assert_same(train("ddp", 3, *argv, "--resume", "auto", folder=tmp_path), straight)
+
+
 # ---------------------------------------------------------------------------------------------------------- the campaign itself
 
 
