@@ -49,7 +49,7 @@ SMALL_DISK, SMALL_FILE = "size=1m", 40_000  # holds all files of a run; smaller 
 ONE = [("single", 1), ("dp", 2)]
 SEVERAL = [("ddp", 2), ("ddp", 3), ("spawn", 2), ("spawn", 3)]
 EVERY = [*ONE, ("ddp", 1), *SEVERAL]
-CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
+CODES = {signal.SIGTERM: {143}, signal.SIGINT: {130}, signal.SIGUSR1: {0, 138}}  # 138: nothing was there to be saved yet
 FAILURE = set(range(1, 256))
 
 
@@ -59,16 +59,17 @@ FAILURE = set(range(1, 256))
 
 def somewhere(trial: Trial, launch: Launch, find: Callable[[], list[int]]) -> list[int]:
     """Wait for the trial's instant; return one of the processes that `find` finds then, or as soon as there is one."""
-    if not launch.alive_at(trial.instant):
+    if not trial.comes(launch):
         return []
     while not (found := find()):
         if not launch.alive_at(time.monotonic() - launch.start + 0.05):
             return []
+    trial.logged = trial.steps_logged()
     return [trial.rng.choice(found)]
 
 
 def signal_launcher(number: int, trial: Trial, launch: Launch) -> bool:
-    hit = launch.alive_at(trial.instant)
+    hit = trial.comes(launch)
     if hit:
         launch.process.send_signal(number)
     return hit
@@ -81,7 +82,7 @@ def signal_rank(number: int, trial: Trial, launch: Launch) -> bool:
 
 
 def signal_all(number: int, trial: Trial, launch: Launch) -> bool:
-    hit = launch.alive_at(trial.instant)
+    hit = trial.comes(launch)
     send(launch.processes() if hit else [], number)
     return hit
 
@@ -159,7 +160,7 @@ def kill_or_stop(trial: Trial, launch: Launch) -> bool:
 
 
 def fill_disk(trial: Trial, launch: Launch) -> bool:
-    hit = launch.alive_at(trial.instant)
+    hit = trial.comes(launch)
     ballast = trial.output / "ballast"
     trial.repairs.callback(ballast.unlink)
     with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
@@ -169,7 +170,7 @@ def fill_disk(trial: Trial, launch: Launch) -> bool:
 
 
 def limit_file_size(trial: Trial, launch: Launch) -> bool:
-    hit = launch.alive_at(trial.instant)
+    hit = trial.comes(launch)
     for pid in launch.processes() + launch.processes():  # twice: one may just have started another
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (SMALL_FILE, SMALL_FILE))
@@ -189,8 +190,8 @@ def make_read_only(trial: Trial, launch: Launch) -> bool:
 
 
 def start_second_run(trial: Trial, launch: Launch) -> bool:
-    """The first run is halted meanwhile, or it would be over before the second has started."""
-    hit = trial.watch.count(b"metrics.jsonl", launch, 1) and launch.alive_at(trial.instant)
+    """The first run, which has begun, is halted meanwhile, or it would be over before the second has started."""
+    hit = trial.watch.count(b".pt.tmp", launch, 1) and trial.comes(launch)
     if hit:
         send(launch.processes(), signal.SIGSTOP)
         with trial.start("second") as second:
@@ -202,7 +203,7 @@ def start_second_run(trial: Trial, launch: Launch) -> bool:
 
 
 def damage_image(trial: Trial, launch: Launch) -> bool:
-    hit = launch.alive_at(trial.instant)
+    hit = trial.comes(launch)
     path = trial.rng.choice(sorted((trial.folder / "images").rglob("*.jpg")))
     content = path.read_bytes()
     damaged = path.with_name("damaged")
@@ -246,8 +247,8 @@ class Fault(NamedTuple):
 def signals() -> list[Fault]:
     targets = {"the launcher": signal_launcher, "one rank": signal_rank, "all processes": signal_all}
     return [
-        Fault(f"{number.name} to {target}", functools.partial(inflict, number), {code}, number.name)
-        for number, code in CODES.items()
+        Fault(f"{number.name} to {target}", functools.partial(inflict, number), codes, number.name)
+        for number, codes in CODES.items()
         for target, inflict in targets.items()
     ]
 
@@ -267,7 +268,7 @@ FAULTS = [
     Fault("NaN loss, then killed or stopped", kill_or_stop, {137, 143}, task="NaN loss", always=True),
     Fault("NaN input, then killed or stopped", kill_or_stop, {137, 143}, task="NaN input", always=True),
     Fault("exception in a loader worker", in_the_task, FAILURE, "broken in a loader worker", task="worker raises", workers=2),
-    Fault("SIGKILL to a loader worker", kill_worker, FAILURE, "DataLoader worker .* killed", workers=2),
+    Fault("SIGKILL to a loader worker", kill_worker, FAILURE, "DataLoader worker .* (killed|exited)", workers=2),
     Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
     Fault("file size limit", limit_file_size, FAILURE, "File too large"),
     Fault("read-only folder", make_read_only, {137}, prepare=mount),
@@ -305,7 +306,7 @@ class Trial:
         other = {"ddp": "spawn", "spawn": "ddp"}.get(self.mode, self.mode)  # numerically the same
         self.resume_mode = other if self.rng.random() < 0.3 else self.mode
         self.folder = campaign.folder / f"trial-{number}"
-        self.output = self.folder / "run"
+        self.output, self.logged = self.folder / "run", 0  # the last step in its log when the fault came
         self.repairs, self.cleanup = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __str__(self) -> str:
@@ -339,6 +340,16 @@ class Trial:
             self.compare()
         return "after the end" if late else "survived"
 
+    def comes(self, launch: Launch) -> bool:
+        """Wait for the trial's instant; return whether the launch still runs then."""
+        alive = launch.alive_at(self.instant)
+        self.logged = self.steps_logged()
+        return alive
+
+    def steps_logged(self) -> int:
+        path = self.output / "metrics.jsonl"
+        return max([int(step) for step in re.findall(r'"global_step": (\d+)', path.read_text())], default=0) if path.exists() else 0
+
     def disturb(self) -> bool:
         """Launch, inflict, and check how it ends; return whether the run was done before the fault could matter."""
         with self.start("first") as launch:
@@ -348,14 +359,17 @@ class Trial:
         done = code == 0 and checkpoint is not None and checkpoint["epoch"] == EPOCHS
         expect(done or hit, f"exit code {code} though nothing happened to it")
         expect(done or code in self.fault.codes, f"exit code {code}")
-        if self.fault.codes <= {0, 130, 143}:
-            expect("Traceback" not in errors, "a traceback, though it was only asked to stop")
+        if self.fault.codes <= {0, 130, 138, 143}:
+            importing = not (self.output / "metrics.jsonl").exists() and errors.rstrip().endswith("KeyboardInterrupt")  # Python's own words
+            expect(importing or "Traceback" not in errors, "a traceback, though it was only asked to stop")
         if code and self.fault.codes == FAILURE:
             cause = "\n".join(errors.splitlines()[-LAST_LINES:])
             early = "failed before the first checkpoint" in cause  # says that the cause stands above
             expect(bool(re.search(self.cause, errors if early else cause)), f"the last lines of stderr do not name the cause, {self.cause}")
-        restarted = self.mode == "ddp" and self.fault.codes == FAILURE  # failed ranks, which then went on to the end
-        return not hit or (done and not restarted and self.fault.codes != {0})
+        if done and (self.fault.codes == {0} or (self.fault.codes == FAILURE and self.mode == "ddp")):
+            return not hit  # it was not to end; or ranks failed, were started again, and went on to the end
+        expect(not done or self.logged >= self.reference.last_epoch, f"nothing came of the fault, at step {self.logged}")
+        return done
 
     def compare(self) -> None:
         left = [path.name for path in self.output.iterdir() if "tmp" in path.name]
@@ -385,7 +399,7 @@ def write_images(folder: Path) -> None:
     from torchvision.io import write_jpeg
 
     generator = torch.Generator().manual_seed(0)
-    for part, count in (("train", 32), ("val", 8)):
+    for part, count in (("train", 30), ("val", 8)):
         for label in range(2):
             (folder / part / f"class{label}").mkdir(parents=True)
             for i in range(count):
@@ -420,6 +434,7 @@ class Reference(NamedTuple):
 
     output: Path
     seconds: float
+    last_epoch: int  # the step at which it starts
 
 
 class Campaign:
@@ -427,6 +442,7 @@ class Campaign:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder, self.stopping = seed, folder, False
+        self.results: list[tuple[Trial, str]] = []
         self.project, self.images = folder / "project", folder / "images"
         self.references: dict[tuple, Reference] = {}
         self.locks: dict[tuple, threading.Lock] = {}
@@ -453,27 +469,29 @@ class Campaign:
                     code = launch.end(LIMIT)
                     seconds = time.monotonic() - launch.start
                     expect(code == 0, f"exit code {code} of the undisturbed run: {launch.errors()[-2000:]}")
-                skipped = sum(line.get("skipped", 0) for line in log_lines(folder / "run" / "metrics.jsonl"))
+                lines = log_lines(folder / "run" / "metrics.jsonl")
+                skipped = sum(line.get("skipped", 0) for line in lines)
                 expect(skipped == bool(environment), f"{skipped} steps skipped in the undisturbed run")
                 saved = load(folder / "run" / "last.pt") or {"epoch": 0}
                 expect(saved["epoch"] == EPOCHS, f"the undisturbed run has saved only {saved['epoch']} epochs: {launch.errors()[-500:]}")
-                self.references[key] = Reference(folder / "run", seconds)
+                self.references[key] = Reference(
+                    folder / "run", seconds, [line["global_step"] for line in lines if line["event"] == "eval"][-2]
+                )
         return self.references[key]
 
-    def run(self, trials: list[Trial]) -> list[tuple[Trial, str]]:
-        """Run two trials side by side; print a line for each; return each with its column."""
+    def run(self, trials: list[Trial]) -> None:
+        """Run two trials side by side; print a line for each; put each with its column into `results`."""
         unwanted = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "runs", "shared")
         shutil.copytree(ROOT, self.project, ignore=unwanted)  # so that all trials try the same code, whoever edits it meanwhile
         if any(trial.fault.options == IMAGES for trial in trials):
             write_images(self.images)
-        results = []
         executor = ThreadPoolExecutor(2)
         futures = {executor.submit(self.outcome, trial): trial for trial in trials}
         try:
             for future in as_completed(futures):
                 trial, (column, seconds, message) = futures[future], future.result()
-                results.append((trial, column))
-                print(f"{len(results):4}  trial {trial.number:<4} {column:14} {seconds:5.0f} s  {trial}", flush=True)
+                self.results.append((trial, column))
+                print(f"{len(self.results):4}  trial {trial.number:<4} {column:14} {seconds:5.0f} s  {trial}", flush=True)
                 if message:
                     print(message, flush=True)
         finally:
@@ -482,7 +500,6 @@ class Campaign:
             while running := [future for future in futures if not future.done()]:
                 send(marked(f"{self.folder}/"), signal.SIGKILL)
                 wait(running, timeout=0.5)
-        return results
 
     def outcome(self, trial: Trial) -> tuple[str, float, str]:
         """Run a trial; return its column, its seconds, and if it was lost, how."""
@@ -532,23 +549,24 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up then too
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    results = []
+    campaign = Campaign(args.seed, folder)
+    numbers = range(args.trials) if args.trial is None else [args.trial]
     try:
-        campaign = Campaign(args.seed, folder)
-        numbers = range(args.trials) if args.trial is None else [args.trial]
         faults = choose(args.seed, max(numbers) + 1, args.only)
-        results = campaign.run([Trial(campaign, number, faults[number]) for number in numbers])
+        campaign.run([Trial(campaign, number, faults[number]) for number in numbers])
+    except KeyboardInterrupt:
+        print("interrupted: the table is of the trials that were done")
     finally:
         send(marked(f"{folder}/"), signal.SIGKILL)
-        if all(column != "lost" for _, column in results):
+        if all(column != "lost" for _, column in campaign.results):
             shutil.rmtree(folder)
-    rows, seconds = table(results), time.monotonic() - start
+    rows, seconds = table(campaign.results), time.monotonic() - start
     print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     print("\n".join(f"| {' | '.join(map(str, row.values()))} |" for row in rows))
     print(f"\nseed {args.seed}, {seconds / 60:.1f} minutes")
     if args.json:
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": round(seconds), "rows": rows}, indent=1) + "\n")
-    return 1 if rows[-1]["lost"] else 0
+    return 1 if rows[-1]["lost"] or rows[-1]["trials"] < len(numbers) else 0
 
 
 if __name__ == "__main__":
