@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -112,16 +113,25 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     os.close(folder)
 
 
-def keep_previous(path: Path) -> None:
-    """Give the file at `path` the second name previous.pt, to fall back to should its successor ever be damaged."""
-    if path.exists():
-        temporary = path.with_name(".previous.pt.tmp")
+@contextlib.contextmanager
+def keep_previous(path: Path) -> Iterator[None]:
+    """Let the file at `path` be previous.pt once its successor is there, to fall back to should that ever be damaged.
+
+    Never before: a kill in between would leave both names to one file, which is then damaged as last.pt and as previous.pt.
+    """
+    temporary = path.with_name(".previous.pt.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        if path.exists():
+            try:
+                os.link(path, temporary)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path, temporary)
+        yield
+        if temporary.exists():
+            os.replace(temporary, path.with_name("previous.pt"))
+    finally:
         temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, path.with_name("previous.pt"))
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -414,7 +424,7 @@ class Run:
             print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
             return False
         os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log
-        keep_previous(self.folder / "last.pt")
-        for name in names:
-            save_checkpoint(checkpoint, self.folder / name)
+        with keep_previous(self.folder / "last.pt"):
+            for name in names:
+                save_checkpoint(checkpoint, self.folder / name)
         return True

@@ -194,23 +194,29 @@ def join(context: mp.ProcessContext) -> int:
 
     for number in SIGNALS:
         signal.signal(number, hand_on)
-    with contextlib.suppress(mp.ProcessExitedException):
+    first = 0
+    try:
         while not context.join(grace_period=10):  # after a failure: a rank that hangs does not hold the others up for longer
             pass
-    code, words = outcome([process.exitcode for process in context.processes])
+    except mp.ProcessExitedException as error:
+        first = error.error_index
+    code, words = outcome([process.exitcode for process in context.processes], first)
     if words:
         print(f"{Path(sys.argv[0]).name}: {words}", file=sys.stderr, flush=True)
     return code
 
 
-def outcome(codes: list[int]) -> tuple[int, str]:
-    """Return the exit code of a run whose spawned processes ended with `codes`, and what they have not said about it themselves."""
+def outcome(codes: list[int], first: int) -> tuple[int, str]:
+    """Return the exit code of a run whose spawned processes ended with `codes`, and what they have not said about it themselves.
+
+    `first` is the process whose failure was noticed first. The rest may have been ended for its sake.
+    """
     for code in codes:
         if code in (2, 3, FAILED, *(128 + number for number in SIGNALS)):
             return (1 if code == FAILED else code), ""
-    if killed := [(code, rank) for rank, code in enumerate(codes) if code < 0]:
-        code, rank = max(killed)  # not SIGTERM, the highest number, if there is another: that is what the rest were ended with
-        return (128 - code if -code in SIGNALS else 1), f"process {rank} was killed by {signal.Signals(-code).name}"
+    if killed := [rank for rank, code in enumerate(codes) if code < 0]:
+        rank = first if first in killed else killed[0]
+        return (128 - codes[rank] if -codes[rank] in SIGNALS else 1), f"process {rank} was killed by {signal.Signals(-codes[rank]).name}"
     if silent := [(rank, code) for rank, code in enumerate(codes) if code not in (0, LOST)]:
         return 1, "process {} left with exit code {}".format(*silent[0])
     if LOST in codes:

@@ -314,7 +314,7 @@ mutant("save: temporary file in another folder", "checkpoint", 'temporary = path
        'temporary = path.parent.parent / f".{path.name}.tmp"', DURABLE)
 mutant("save: half a file stays behind", "checkpoint", "        temporary.unlink(missing_ok=True)\n    folder", "        pass\n    folder",
        "checkpoint::test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
-mutant("save: previous.pt not kept", "checkpoint", 'keep_previous(self.folder / "last.pt")', "pass", f"{DAMAGED}[truncated]")
+mutant("save: previous.pt not kept", "checkpoint", 'keep_previous(self.folder / "last.pt")', "contextlib.nullcontext()", f"{DAMAGED}[truncated]")
 mutant("save: NaN is written", "checkpoint", "if bad := non_finite(checkpoint):", "if bad := []:",
        "checkpoint::test_non_finite_parameters_never_reach_a_file")
 mutant("save: NaN in the average is written", "checkpoint", ', *checkpoint["average"].items()]', "]",
@@ -409,8 +409,8 @@ mutant("launch: unknown host waited for", "launch", "socket.getaddrinfo(url.host
        f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]")
 mutant("launch: a dead rank is success", "launch", 'return 1, "process {} left', 'return 0, "process {} left',
        ONE + "06_dead_rank_ends_the_job[exits 1]")
-mutant("launch: a killed rank has no code of its own", "launch", "(128 - code if -code in SIGNALS else 1)",
-       "128 - code", ONE + "06_dead_rank_ends_the_job[is killed]")
+mutant("launch: a killed rank has no code of its own", "launch", "(128 - codes[rank] if -codes[rank] in SIGNALS else 1)",
+       "128 - codes[rank]", ONE + "06_dead_rank_ends_the_job[is killed]")
 mutant("launch: signals not handed on", "launch", "os.kill(process.pid, number)", "pass", LAST + "39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(written)", "code = 0",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")

@@ -115,22 +115,23 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("codes", "code", "words"),
+    ("codes", "first", "code", "words"),
     [
-        ([0, 0], 0, ""),
-        ([143, 143], 143, ""),
-        ([2, 2], 2, ""),
-        ([launch.FAILED, launch.LOST], 1, ""),
-        ([launch.LOST, launch.FAILED, -15], 1, ""),
-        ([launch.LOST, -9, -15], 1, "process 1 was killed by SIGKILL"),
-        ([-15, -15], 143, "process 1 was killed by SIGTERM"),
-        ([launch.LOST, 7], 1, "process 1 left with exit code 7"),
-        ([launch.LOST, 0], 1, "process 1 left before the end"),
-        ([launch.LOST, launch.LOST], 1, "a rank on another machine left first"),
+        ([0, 0], 0, 0, ""),
+        ([143, 143], 0, 143, ""),
+        ([2, 2], 0, 2, ""),
+        ([launch.FAILED, launch.LOST], 0, 1, ""),
+        ([launch.LOST, launch.FAILED, -15], 0, 1, ""),
+        ([launch.LOST, -9, -15], 0, 1, "process 1 was killed by SIGKILL"),
+        ([-15, -15], 1, 143, "process 1 was killed by SIGTERM"),
+        ([-9, -15, -9], 1, 143, "process 1 was killed by SIGTERM"),
+        ([launch.LOST, 7], 1, 1, "process 1 left with exit code 7"),
+        ([launch.LOST, 0], 0, 1, "process 1 left before the end"),
+        ([launch.LOST, launch.LOST], 0, 1, "a rank on another machine left first"),
     ],
 )
-def test_end_of_spawned_processes_is_told_by_who_failed_first(codes, code, words):
-    assert launch.outcome(codes) == (code, words)
+def test_end_of_spawned_processes_is_told_by_who_failed_first(codes, first, code, words):
+    assert launch.outcome(codes, first) == (code, words)
 
 
 class Failure:
