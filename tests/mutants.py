@@ -314,7 +314,8 @@ mutant("save: temporary file in another folder", "checkpoint", 'temporary = path
        'temporary = path.parent.parent / f".{path.name}.tmp"', DURABLE)
 mutant("save: half a file stays behind", "checkpoint", "        temporary.unlink(missing_ok=True)\n    folder", "        pass\n    folder",
        "checkpoint::test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
-mutant("save: previous.pt not kept", "checkpoint", 'keep_previous(self.folder / "last.pt")', "contextlib.nullcontext()", f"{DAMAGED}[truncated]")
+mutant("save: previous.pt not kept", "checkpoint", 'keep_previous(self.folder / "last.pt")', "contextlib.nullcontext()",
+       f"{DAMAGED}[truncated]")
 mutant("save: NaN is written", "checkpoint", "if bad := non_finite(checkpoint):", "if bad := []:",
        "checkpoint::test_non_finite_parameters_never_reach_a_file")
 mutant("save: NaN in the average is written", "checkpoint", ', *checkpoint["average"].items()]', "]",
