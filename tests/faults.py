@@ -359,9 +359,8 @@ class Trial:
         done = code == 0 and checkpoint is not None and checkpoint["epoch"] == EPOCHS
         expect(done or hit, f"exit code {code} though nothing happened to it")
         begun = (self.output / "metrics.jsonl").exists()
-        killed = (
-            code == 1 and not begun and getattr(self.fault.inflict, "func", None) is signal_rank
-        )  # a rank that does not listen to signals yet
+        at_rank = getattr(self.fault.inflict, "func", None) is signal_rank
+        killed = code == 1 and at_rank and not begun  # a rank that does not listen to signals yet
         expect(done or killed or code in self.fault.codes, f"exit code {code}")
         if self.fault.codes <= {0, 130, 138, 143}:
             importing = not begun and errors.rstrip().endswith("KeyboardInterrupt")  # Python's own words
@@ -537,7 +536,9 @@ def table(results: list[tuple[Trial, str]]) -> list[dict[str, Any]]:
     for fault in FAULTS:
         outcomes = [column for trial, column in results if trial.fault.name == fault.name]
         if outcomes:
-            rows.append({"fault": fault.name, "trials": len(outcomes), **{column: outcomes.count(column) for column in columns}})
+            counts = {column: outcomes.count(column) for column in columns}
+            counts["survived"] += counts["after the end"]  # which is no less a promise
+            rows.append({"fault": fault.name, "trials": len(outcomes), **counts})
     total = {name: sum(row[name] for row in rows) for name in ("trials", *columns)}
     return [*rows, {"fault": "all", **total}]
 
@@ -567,7 +568,8 @@ def main(argv: list[str] | None = None) -> int:
     rows, seconds = table(campaign.results), time.monotonic() - start
     print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     print("\n".join(f"| {' | '.join(map(str, row.values()))} |" for row in rows))
-    print(f"\nseed {args.seed}, {seconds / 60:.1f} minutes")
+    total = rows[-1]
+    print(f"\n{total['survived']} of {total['trials']} survived, {total['lost']} lost; seed {args.seed}, {seconds / 60:.1f} minutes")
     if args.json:
         args.json.write_text(json.dumps({"seed": args.seed, "seconds": round(seconds), "rows": rows}, indent=1) + "\n")
     return 1 if rows[-1]["lost"] or rows[-1]["trials"] < len(numbers) else 0
