@@ -36,19 +36,27 @@ from launch import (
     is_rank0,
     join,
     launcher_ranks,
+    meeting_place,
     meeting_point,
     print0,
-    rendezvous_address,
     run_worker,
-    serve,
     timeout,
     wait_for_all,
 )
 from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
 
 __all__ = ["Stopped", "UsageError", "announce_end", "backend", "check_run", "earlier_failure", "exit_code", "is_rank0", "join"]
-__all__ += ["launcher_ranks", "load_task", "meeting_point", "parse_args", "print0", "rendezvous_address", "run_worker", "serve", "timeout"]
-__all__ += ["wait_for_all"]
+__all__ += [
+    "launcher_ranks",
+    "load_task",
+    "meeting_place",
+    "meeting_point",
+    "parse_args",
+    "print0",
+    "run_worker",
+    "timeout",
+    "wait_for_all",
+]
 
 
 MAX_SKIPPED_IN_A_ROW = 10

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -138,26 +138,24 @@ def timeout(args: argparse.Namespace) -> timedelta:
     return timedelta(seconds=args.timeout)
 
 
-def rendezvous_address(args: argparse.Namespace) -> tuple[str, int]:
-    """Where spawned processes meet: `--dist-url`, or on one machine its loopback and port 0, which means any free one."""
-    if args.dist_url is None:
-        stay_on_this_machine()
-        return "127.0.0.1", 0
-    url = urlsplit(args.dist_url)
+def check_address(url: str) -> None:
+    """Raise UsageError if the host of `--dist-url` is unknown here: the ranks would only find out when their time is up."""
+    host = urlsplit(url).hostname
     try:
-        socket.getaddrinfo(url.hostname, url.port)
+        socket.getaddrinfo(host, None)
     except OSError as error:
-        raise UsageError(f"--dist-url {args.dist_url}: {url.hostname} is no known host ({error}); try its IP address") from error
-    return url.hostname, url.port
+        raise UsageError(f"--dist-url {url}: {host} is no known host ({error}); try its IP address") from error
 
 
-def serve(host: str, port: int) -> dist.TCPStore:
-    """Open the store where the ranks meet, before any of them connects; on one machine it listens on the loopback alone."""
-    if host != "127.0.0.1":
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    with socket.create_server((host, port)) as listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+@contextlib.contextmanager
+def meeting_place(args: argparse.Namespace) -> Iterator[str]:
+    """Where spawned processes meet: at `--dist-url`, or on one machine in a new file, so that nothing listens to the network."""
+    if args.dist_url:
+        yield args.dist_url
+        return
+    stay_on_this_machine()
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"file://{folder}/ranks"
 
 
 def meeting_point() -> str:

@@ -327,12 +327,12 @@ def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found after processes were started: a bad task, data set, model or checkpoint."""
     from checkpoint import find_checkpoint  # they need this module
     from common import GlobalBatchSampler, ShardSampler, freeze
-    from launch import rendezvous_address
+    from launch import check_address
 
     if args.output_dir:
         check_folder(args.output_dir)
     if getattr(args, "dist_url", None):
-        rendezvous_address(args)
+        check_address(args.dist_url)
     task = load_task(args)
     with named(f"--task {args.task}: build_datasets", args.task):
         train, held_out = task.build_datasets(args)

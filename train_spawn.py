@@ -53,7 +53,7 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     return meter.mean()
 
 
-def worker(local_rank: int, args: Namespace, host: str, port: int) -> int:
+def worker(local_rank: int, args: Namespace, meeting_place: str) -> int:
     rank, world_size = args.node_rank * args.nproc + local_rank, args.nnodes * args.nproc
     device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
     task = common.load_task(args)
@@ -64,8 +64,7 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> int:
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 
-    store = dist.TCPStore(host, port, is_master=False, timeout=common.timeout(args))
-    dist.init_process_group(common.backend(device), store=store, rank=rank, world_size=world_size, timeout=common.timeout(args))
+    dist.init_process_group(common.backend(device), meeting_place, common.timeout(args), world_size, rank)  # finds the others
     net = common.build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics over the global batch
     optimizer = common.build_optimizer(args, net)
@@ -92,11 +91,8 @@ def worker(local_rank: int, args: Namespace, host: str, port: int) -> int:
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("spawn", argv)
     common.check_run(args)  # here, before any process is started
-    host, port = common.rendezvous_address(args)
-    if args.node_rank == 0:  # listens before anyone connects, by default on a port that the system finds free
-        server = common.serve(host, port)
-        port = server.port
-    return common.join(mp.spawn(common.run_worker, (worker, args, host, port), nprocs=args.nproc, join=False))
+    with common.meeting_place(args) as place:
+        return common.join(mp.spawn(common.run_worker, (worker, args, place), nprocs=args.nproc, join=False))
 
 
 if __name__ == "__main__":

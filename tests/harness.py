@@ -6,7 +6,6 @@ rendezvous is a file or a port that the system chose, and every rank has one thr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -156,7 +155,7 @@ def rank_of_run(
     os.environ["LAUNCH_MEETING_FILE"] = meeting_point
     if mode == "spawn":
         args = options.parse_args("spawn", ["--nproc", str(world_size), *argv])
-        main = functools.partial(script.worker, rank, args, "127.0.0.1", int(meeting_point))
+        main = functools.partial(script.worker, rank, args, f"file://{meeting_point}")
     return common.exit_code(main)
 
 
@@ -172,13 +171,9 @@ def train(mode: str, n: int, *argv: str, folder: Path, steps: int = 1, patch: Ca
     if mode == "dp":
         argv += ["--replicas", str(n)]
     processes = n if mode in ("ddp", "spawn") else 1
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         meeting_point = str(scratch / "meet")
-        if mode == "spawn":
-            server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            stack.callback(lambda store=server: None)  # listens until here
-            meeting_point = str(server.port)
         records = [scratch / f"gradients{rank}" for rank in range(processes)]
         ranks = range(processes)
         targets = [functools.partial(rank_of_run, mode, r, processes, argv, meeting_point, records[r], steps, patch) for r in ranks]

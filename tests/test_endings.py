@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, make_args, train
-from launches import listening
 from pitfalls import BASE, without_speed
 from torch import nn
 
@@ -398,16 +397,6 @@ def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         places.add(launch.meeting_point())
     assert len(places) == 3 and all(place.startswith("file:///tmp/x/ranks") for place in places)
-
-
-def test_store_of_one_machine_listens_on_the_loopback_alone():
-    everywhere = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = launch.serve("127.0.0.1", 0)
-    open_ports = listening([os.getpid()])
-    assert open_ports[everywhere.port] in ("0.0.0.0", "::"), "what torch does by itself"
-    assert open_ports[store.port] == "127.0.0.1"
-    store.set("key", "value")
-    assert dist.TCPStore("127.0.0.1", store.port, is_master=False).get("key") == b"value"
 
 
 def test_help_is_no_run_that_was_left():
