@@ -3,7 +3,7 @@
 | fault | its short form |
 |---|---|
 | SIGKILL to all processes, within a save | here |
-| SIGKILL to one rank, to the launcher | test_pitfalls_01_14.py (06), test_pitfalls_29_42.py (39), test_signals.py |
+| SIGKILL to one rank, to the launcher | test_pitfalls_01_14.py (06), test_pitfalls_29_42.py (39) |
 | SIGTERM, SIGINT, SIGUSR1 | test_signals.py, test_checkpoint.py, test_pitfalls_01_14.py (11), test_survivors.py (to all ranks) |
 | exception, exit and death of a rank, exception in a loader worker, and the resume | here; that the job ends: test_pitfalls_01_14.py (06) |
 | SIGKILL to a loader worker | here |
