@@ -96,6 +96,27 @@ def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
     assert "resumed at epoch 2, step 6" in resumed.out
 
 
+def interrupt_within_a_save(rank):
+    """SIGTERM in the second save, between its two halves."""
+    replace, calls = os.replace, itertools.count()
+
+    def interrupted(*arguments):
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        replace(*arguments)
+
+    os.replace = interrupted
+
+
+def test_signal_within_a_save_lets_it_end(tmp_path):
+    straight = train("single", 1, *EVERYTHING, "--save-every", "2", folder=tmp_path / "straight")
+    stopped = train("single", 1, *EVERYTHING, "--save-every", "2", folder=tmp_path, patch=interrupt_within_a_save)
+    assert stopped.code == 143 and not list(stopped.folder.glob(".*")), stopped.err
+    resumed = train("single", 1, *EVERYTHING, "--save-every", "2", "--resume", "auto", folder=tmp_path)
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+    assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
+
+
 def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
     patch = functools.partial(call_in_task, "per_sample_metrics", 4, functools.partial(interrupt, signal.SIGTERM))
     result = train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch)

@@ -5,6 +5,7 @@
 | SIGKILL to all processes, within a save | here |
 | SIGKILL to one rank, to the launcher | test_pitfalls_01_14.py (06), test_pitfalls_29_42.py (39) |
 | SIGTERM, SIGINT, SIGUSR1 | test_signals.py, test_checkpoint.py, test_pitfalls_01_14.py (11), test_survivors.py (to all ranks) |
+| death of a rank, and the restart | here |
 | exception, exit and death of a rank, exception in a loader worker, and the resume | here; that the job ends: test_pitfalls_01_14.py (06) |
 | SIGKILL to a loader worker | here |
 | NaN loss, NaN input | here, with a resume; test_pitfalls_01_14.py (05), test_survivors.py |
@@ -24,7 +25,8 @@ import signal
 import faults
 import pytest
 import torch
-from harness import TASKS, single_run, train
+from harness import TASKS, Result, single_run, train
+from launches import Launch
 from pitfalls import ddp_run, stop_after, without_speed
 
 SMALL = (
@@ -111,6 +113,16 @@ def test_failure_ends_the_run_and_the_resumed_one_is_the_same(mode, fault, cause
     reference = ddp_run(n, *SMALL) if mode == "ddp" else single_run(*SMALL) if mode == "single" else None
     resumed = train(mode, n, *SMALL, "--resume", "auto", folder=tmp_path)
     assert_same(resumed, reference or train(mode, n, *SMALL, folder=tmp_path / "straight"))
+
+
+def test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies(tmp_path):
+    values = {"FAULT": "dies with 1", "FAULT_AT": faults.sample_at(1, 50), "FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
+    with Launch(["bash", "run.sh", "ddp", "2"], tmp_path, *map(str, SMALL), **values) as launch:
+        code = launch.end()
+        assert code == 0 and (tmp_path / "once").exists(), launch.errors()
+        assert "exitcode: 1" in launch.errors(), "torchrun tells of the rank that died"
+    reference = ddp_run(2, *SMALL)
+    assert_same(Result(0, "", "", tmp_path / "run"), reference)
 
 
 @pytest.mark.parametrize("fault", ["NaN loss", "NaN input"])
