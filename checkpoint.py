@@ -147,7 +147,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise UsageError(f"--resume {path}: no such file") from error
     except Exception as error:  # a truncated, damaged or hostile file raises almost anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UsageError(f"--resume {path}: damaged, or not a checkpoint ({reason}); name another file or start anew") from error
+        raise UsageError(f"--resume {path}: damaged, or not a checkpoint ({reason})") from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
     wrong = [name for name, kind in KEYS.items() if not isinstance(checkpoint.get(name), kind)]
@@ -168,6 +168,10 @@ def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
     paths = [Path(args.resume)] if args.resume not in (None, "auto") else []
     if args.resume == "auto" or restarted():
         own = [path for name in ("last.pt", "previous.pt") if (path := output_folder(args) / name).exists()]
+        if not own and (other := sorted(output_folder(args).glob("*.pt"))):  # a new run would overwrite it
+            raise UsageError(f"--resume auto: no last.pt in {output_folder(args)}, but {other[0].name}; name that file, or another folder")
+        if restarted() and not own and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID", "none") == "none":
+            raise Stopped(1, "a rank failed; to be started again by torchrun itself, a run needs --output-dir")
         if restarted() and not own:
             raise Stopped(1, f"a rank failed before the first checkpoint, and would again: {earlier_failure()}")
         paths = own or paths
@@ -176,11 +180,11 @@ def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
             checkpoint = load_checkpoint(path)
         except UsageError as error:
             if i + 1 == len(paths):
-                raise
+                raise UsageError(f"{error}; name another file with --resume, or start anew in another folder") from error
             print(f"{error}; falling back to {paths[i + 1]}", file=sys.stderr, flush=True)
             continue
         check_config(args, checkpoint["config"], path)
-        return checkpoint
+        return {**checkpoint, "path": path}
     if args.eval_only:
         raise UsageError(f"--resume auto: there is no checkpoint in {args.output_dir} to evaluate")
     return None
@@ -220,8 +224,12 @@ class StopSignal:
 
     def _remember(self, number: int, frame: Any) -> None:
         self.received = max(self.received, list(self.CODES).index(number) + 1)
-        save, self.save_now = self.save_now, None
-        if save:
+        self.save_if_received()
+
+    def save_if_received(self) -> None:
+        save = self.save_now
+        if self.received and save:
+            self.save_now = None
             save()
 
     def agreed(self) -> signal.Signals | None:
@@ -279,13 +287,19 @@ class Run:
         except BlockingIOError as error:
             raise UsageError(f"--output-dir {self.folder}: another run is writing there; choose another folder") from error
         if not args.eval_only:
-            self.file.truncate(self._kept_bytes(checkpoint))
+            self._go_back_to(checkpoint)
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(self.folder, purge_step=checkpoint["global_step"] + 1 if checkpoint else None)
         print(f"output folder: {self.folder}", flush=True)
         return checkpoint
+
+    def _go_back_to(self, checkpoint: dict[str, Any] | None) -> None:
+        """Leave nothing in the folder that is later than the checkpoint, which another start of the run would go on from."""
+        if checkpoint and checkpoint["path"].resolve() != (self.folder / "last.pt").resolve():  # which may also be damaged
+            save_checkpoint({name: value for name, value in checkpoint.items() if name != "path"}, self.folder / "last.pt")
+        self.file.truncate(self._kept_bytes(checkpoint))
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         state, epochs = self.state, self.args.epochs
@@ -297,6 +311,8 @@ class Run:
             problem.by_all = True
             raise problem from error
         done = "" if state.epoch < epochs else f": all {epochs} epochs are done, more --epochs would go on"
+        if restarted():
+            print0(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}, after {earlier_failure()}", file=sys.stderr)
         print0(f"resumed at epoch {state.epoch + 1}, step {state.step}{done}")
 
     def _kept_bytes(self, checkpoint: dict[str, Any] | None) -> int:
@@ -329,6 +345,7 @@ class Run:
         if self.bar is not None:
             self.bar = self.bar.close()
         self.stop.save_now = self._save_between_epochs
+        self.stop.save_if_received()  # in the epoch's last step, which the ranks would only agree on in the next
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save, or stop if it is time for it. Call it on every rank after each optimizer step."""
@@ -342,8 +359,9 @@ class Run:
             state.average.update_parameters(state.net)
         if self.bar is not None:
             self.bar.update()
-        if state.global_step % MAX_SKIPPED_IN_A_ROW == 0 and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:  # to read it is to wait
-            raise Stopped(3, f"diverged: {MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients, up to step {state.global_step}")
+        look = state.global_step % MAX_SKIPPED_IN_A_ROW == 0 or state.step == self.steps_per_epoch  # not always: to read it is to wait
+        if look and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise Stopped(3, f"diverged: {MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients, seen at step {state.global_step}")
         if state.global_step % args.log_every == 0 or state.step == self.steps_per_epoch:
             self._log_train(lr, grad_norm)
         stop, saved = self.stop.agreed(), True

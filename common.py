@@ -77,8 +77,9 @@ def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if args.deterministic else "high")  # high allows TF32 in float32 products
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(device_type, local_rank)
+    index = local_rank % torch.accelerator.device_count()  # SLURM may show each of its tasks one device alone
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:

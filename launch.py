@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import torch
@@ -33,7 +33,10 @@ from options import Stopped, UsageError
 
 SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
-LOST_CONNECTION = re.compile(r"onnection (closed|reset|refused)|by peer|Broken pipe|Socket is not connected")
+# What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
+LOST_CONNECTION = re.compile(
+    r"(gloo|NCCL|SocketImpl|Store).*(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)", re.DOTALL
+)
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
@@ -42,6 +45,16 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return 0  # torchrun started this process again, but the run ended on purpose
     for number in SIGNALS:
         signal.signal(number, _end_at_once)
+    try:
+        return _run(main)
+    except Exception:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise
+        traceback.print_exc()
+        _leave(1)
+
+
+def _run(main: Callable[[], int | None]) -> int:
     try:
         code = main()
         if code is None:
@@ -62,6 +75,13 @@ def exit_code(main: Callable[[], int | None]) -> int:
     return code
 
 
+def _leave(code: int) -> NoReturn:
+    """End a rank that failed without Python's cleaning up, which may hang or crash while threads of it still talk to other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _recorded(message: str) -> RuntimeError:
     """An error for torchrun's record too, which @record on main has not seen or has seen in other words."""
     error = RuntimeError(message)
@@ -74,12 +94,13 @@ def _recorded(message: str) -> RuntimeError:
 
 def _end_at_once(number: int, frame: Any) -> None:
     """Until training begins nothing can be lost, and what the run waits for may never come."""
-    code = announce_end(128 + number, f"stopped by {signal.Signals(number).name} before training began", by_all=False)
-    os._exit(code)
+    if "LAUNCH_END_FILE" not in os.environ:  # else torchrun knows, or it was torchrun, because another rank has failed
+        announce_end(128 + number, f"stopped by {signal.Signals(number).name} with nothing to save", by_all=False)
+    os._exit(128 + number)
 
 
 def announce_end(code: int, message: str, by_all: bool = True) -> int:
-    """Say why the run ends, and return the exit code of this process. If all ranks come here rank 0 speaks, else one a machine does.
+    """Say why the run ends, and return the exit code of this process. If all ranks come here rank 0 speaks for them.
 
     torchrun would restart processes that ended with a code, and has only 0 and 1 itself. So under `run.sh ddp`, which names the file
     LAUNCH_END_FILE, the code and the message go there, and what all ranks do together ends with 0.
@@ -88,7 +109,7 @@ def announce_end(code: int, message: str, by_all: bool = True) -> int:
     if path and (is_rank0() or not by_all):
         with contextlib.suppress(FileExistsError), open(path, "x") as file:  # the first word counts
             file.write(f"{code} {message}\n")
-    elif message and (is_rank0() if by_all else os.environ.get("LOCAL_RANK", "0") == "0"):
+    elif message and (is_rank0() or not by_all):
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     return 0 if path and by_all else code
 
@@ -130,6 +151,8 @@ def launcher_ranks() -> tuple[int, int, int]:
         command = "torchrun --standalone --nproc-per-node 2 train_ddp.py [options], or: bash run.sh ddp 2 [options]"
         raise UsageError(f"no launcher ({error} is not set). Start it with {command}") from error
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: what a killed launcher leaves would train on unseen
+    if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
+        os._exit(1)  # it was killed before
     return rank, local_rank, world_size
 
 
@@ -172,13 +195,16 @@ def stay_on_this_machine() -> None:
 
 def run_worker(local_rank: int, worker: Callable, args: argparse.Namespace, *arguments: Any) -> None:
     """What a spawned process runs; it knows its rank from the start, as under torchrun."""
+    if not mp.parent_process().is_alive():
+        os._exit(1)  # killed while this process was starting: torch sees to a later death
     os.environ.update(RANK=str(args.node_rank * args.nproc + local_rank), LOCAL_RANK=str(local_rank))
     try:
         code = exit_code(functools.partial(worker, local_rank, args, *arguments))
     except Exception as error:
-        code = LOST if LOST_CONNECTION.search(str(error)) else FAILED
-        if code == FAILED:  # the others follow in silence, so that the cause is the last thing to be read
-            traceback.print_exc()
+        if LOST_CONNECTION.search(str(error)):
+            _leave(LOST)  # in silence, so that the cause is the last thing to be read
+        traceback.print_exc()
+        _leave(FAILED)
     sys.exit(code)
 
 
@@ -209,16 +235,17 @@ def outcome(codes: list[int], first: int) -> tuple[int, str]:
 
     `first` is the process whose failure was noticed first. The rest may have been ended for its sake.
     """
-    for code in codes:
+    for code in (codes[first], *codes):
         if code in (2, 3, FAILED, *(128 + number for number in SIGNALS)):
-            return (1 if code == FAILED else code), ""
+            ended = code == FAILED and any(code > FAILED and code != LOST for code in codes)  # they said so, after the one that failed
+            return (1 if code == FAILED else code), f"process {first} failed first, as it says above" if ended else ""
     if killed := [rank for rank, code in enumerate(codes) if code < 0]:
         rank = first if first in killed else killed[0]
         return (128 - codes[rank] if -codes[rank] in SIGNALS else 1), f"process {rank} was killed by {signal.Signals(-codes[rank]).name}"
     if silent := [(rank, code) for rank, code in enumerate(codes) if code not in (0, LOST)]:
         return 1, "process {} left with exit code {}".format(*silent[0])
     if LOST in codes:
-        return 1, f"process {codes.index(0)} left before the end" if 0 in codes else "a rank on another machine left first"
+        return 1, f"process {codes.index(0)} left before the end" if 0 in codes else "a rank on another machine was lost"
     return 0, ""
 
 
@@ -243,9 +270,10 @@ def torchrun(argv: list[str]) -> int:
         # One machine: launcher and ranks meet in files, and nothing listens to the network. A file of their own for every start: in the
         # store that torchrun would share, restarted ranks find the addresses of dead ones and hang.
         os.environ.update(LAUNCH_MEETING_FILE=str(Path(folder, "ranks")), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        os.environ["LAUNCH_PID"] = str(os.getpid())
         stay_on_this_machine()
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(Path(folder, "launchers")), "--rdzv-conf", "store_type=file"]
-        name = ["--rdzv-id", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"]
+        name = ["--rdzv-id", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", "--log-dir", str(Path(folder, "log"))]
         signal.signal(signal.SIGUSR1, hand_on)  # SLURM's warning; torchrun itself does not know it and would die
         code, reason = 0, ""
         try:
@@ -253,7 +281,7 @@ def torchrun(argv: list[str]) -> int:
         except SignalException as stop:
             code, reason = 128 + stop.sigval.value, f"stopped by {stop.sigval.name}; go on from the last checkpoint with --resume auto"
         except ChildFailedError as error:
-            code, reason = 1, f"{error}\n{_root_cause(error)}"
+            code, reason = 1, _root_cause(error)
         if end.exists():
             written, reason = end.read_text().strip("\n").split(" ", 1)
             code = int(written)
@@ -272,7 +300,15 @@ def _root_cause(error: Any) -> str:
     rank, failure = min(error.failures.items(), key=victim)
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"
-    return f"rank {rank} failed first: {failure.message if failure.error_file_data else f'it left with exit code {failure.exitcode}'}"
+    if not failure.error_file_data:
+        return f"rank {rank} left with exit code {failure.exitcode}"
+    return f"rank {rank} failed first: {_line(failure.message)}"
+
+
+def _line(message: Any) -> str:
+    """The line of an error that says most; torchrun's record may have it in a dictionary, and a loader worker's after its traceback."""
+    lines = (message["message"] if isinstance(message, dict) else str(message)).strip().splitlines() or [""]
+    return lines[-1 if "DataLoader worker" in lines[0] else 0]
 
 
 def earlier_failure() -> str:
@@ -281,7 +317,7 @@ def earlier_failure() -> str:
     earlier = attempt.with_name(f"attempt_{int(attempt.name.removeprefix('attempt_')) - 1}").glob("*/error.json")
     messages = [json.loads(path.read_text())["message"]["message"] for path in sorted(earlier, key=lambda path: path.stat().st_mtime)]
     causes = [message for message in messages if not LOST_CONNECTION.search(message)]
-    return causes[0] if causes else "a process was killed, or left without a word; torchrun's lines above say which"
+    return _line(causes[0]) if causes else "a process was killed, or left without a word; torchrun's lines above say which"
 
 
 if __name__ == "__main__":

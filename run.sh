@@ -51,7 +51,7 @@ for option; do
 done
 devices=1
 if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to be N
-  [[ $1 =~ ^0*([1-9][0-9]{0,8})$ ]] || fail "N = $1: must be a whole number, at least 1, as in: bash run.sh $mode 2"
+  [[ $1 =~ ^0*([1-9][0-9]{0,8})$ ]] || fail "N = $1: must be a whole number, at least 1, as in: bash run.sh ddp 2"
   devices=${BASH_REMATCH[1]} && shift # 08 is 8
   [[ $mode != single || $devices == 1 ]] || fail "N = $devices: single trains on one device; use: bash run.sh ddp $devices"
 elif [[ $mode != single ]]; then

@@ -295,7 +295,7 @@ mutant("ema: another decay", "common", "get_ema_multi_avg_fn(0.99)", "get_ema_mu
        "survivors::test_ema_and_swa_are_what_they_say")
 mutant("ema: buffers not averaged", "common", 'use_buffers=args.average == "ema"', "use_buffers=False",
        "survivors::test_ema_and_swa_are_what_they_say")
-mutant("devices: the first one for all", "common", "torch.accelerator.set_device_index(local_rank)",
+mutant("devices: the first one for all", "common", "torch.accelerator.set_device_index(index)",
        "torch.accelerator.set_device_index(0)", MANY + "17_device_is_chosen_before_anything_else")
 mutant("devices: all cores for every process", "common", "len(os.sched_getaffinity(0)) // processes", "len(os.sched_getaffinity(0))",
        LAST + "38_workers_stay_and_cores_are_divided")
@@ -364,8 +364,8 @@ mutant("log: not cut back", "checkpoint", "self.file.truncate(self._kept_bytes(c
        "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
 mutant("log: evaluation after the checkpoint kept", "checkpoint", 'entry["epoch"] < checkpoint["epoch"] if',
        'entry["epoch"] <= checkpoint["epoch"] if', "survivors::test_evaluation_after_the_checkpoint_is_logged_once")
-mutant("log: --eval-only cuts it", "checkpoint", "        if not args.eval_only:\n            self.file.truncate",
-       "        if True:\n            self.file.truncate", "survivors::test_eval_only_leaves_the_log")
+mutant("log: --eval-only cuts it", "checkpoint", "        if not args.eval_only:\n            self._go_back_to",
+       "        if True:\n            self._go_back_to", "survivors::test_eval_only_leaves_the_log")
 mutant("log: skipped steps counted twice", "checkpoint", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
 mutant("log: loss of the whole run", "checkpoint", "        self.meter.clear()\n", "",
        "survivors::test_logged_loss_is_that_since_the_last_line")
@@ -428,7 +428,30 @@ mutant("launch: the last word counts", "launch", 'open(path, "x")', 'open(path, 
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
 mutant("launch: a rank that ends alone ends with 0", "launch", "return 0 if path and by_all else code", "return 0 if path else code",
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
-mutant("launch: the last words are a victim's", "launch", "        if code == FAILED:", "        if True:",
+mutant("launch: what torchrun ends is taken for ended by the user", "launch", 'if "LAUNCH_END_FILE" not in os.environ:', "if True:",
+       f"{ENDINGS}signal_of_torchrun_before_training_is_not_the_end_of_the_run")
+mutant("launch: a rank outlives a launcher that was killed before", "launch", 'os.environ.get("LAUNCH_PID", os.getppid())', "os.getppid()",
+       f"{ENDINGS}rank_whose_launcher_was_killed_before_it_looked_ends")
+mutant("launch: a task's own connection is taken for the ranks'", "launch", 'r"(gloo|NCCL|SocketImpl|Store).*(', 'r"(|)(',
+       f"{ENDINGS}lost_connection_is_one_to_another_rank")
+mutant("launch: the code of a rank that was ended for another's sake", "launch", "for code in (codes[first], *codes):",
+       "for code in codes:",
+       f"{ENDINGS}end_of_spawned_processes_is_told_by_who_failed_first")
+mutant("stop: a signal in an epoch's last step waits for the evaluation", "checkpoint", "        self.stop.save_if_received()  # in",
+       "        # in",
+       f"{ENDINGS}signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation")
+mutant("resume: from an older checkpoint leaves the newer last.pt", "checkpoint", "if checkpoint and checkpoint[", "if False and checkpoint[",
+       f"{ENDINGS}going_back_to_an_older_checkpoint_is_going_back")
+mutant("divergence: not seen at the end", "checkpoint", "MAX_SKIPPED_IN_A_ROW == 0 or state.step == self.steps_per_epoch",
+       "MAX_SKIPPED_IN_A_ROW == 0",
+       DIVERGED)
+mutant("restart: by torchrun itself in a new folder", "checkpoint", 'not args.output_dir and os.environ.get', "False and os.environ.get",
+       "survivors::test_restarted_process_goes_on_or_gives_up")
+mutant("launch: the last words are not the error of a loader worker", "launch", "[-1 if \"DataLoader worker\" in lines[0] else 0]", "[0]",
+       f"{ENDINGS}root_cause_under_torchrun")
+mutant("resume: auto overwrites a run of which only the best is left", "checkpoint", "if not own and (other :=", "if False and (other :=",
+       f"{ENDINGS}auto_does_not_start_over_a_run_of_which_only_the_best_is_left")
+mutant("launch: the last words are a victim's", "launch", "        if LOST_CONNECTION.search(str(error)):", "        if False:",
        ONE + "06_dead_rank_ends_the_job[raises]")
 mutant("launch: a victim is blamed under torchrun", "launch", "or bool(LOST_CONNECTION.search(str(failure.message)))", "or False",
        f"{ENDINGS}root_cause_under_torchrun")

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TASKS, make_args, train
+from harness import TASKS, make_args, run_processes, train
 from pitfalls import BASE, without_speed
 from torch import nn
 
@@ -57,8 +57,48 @@ def test_signal_before_training_ends_the_run_at_once(number, code, tmp_path):
     patch = functools.partial(call_in_task, "build_datasets", 0, functools.partial(interrupt, number))
     result = train("single", 1, *BASE, folder=tmp_path, patch=patch)
     assert result.code == code
-    assert result.err.splitlines()[-1].endswith(f"stopped by {number.name} before training began") and "Traceback" not in result.err
+    assert result.err.splitlines()[-1].endswith(f"stopped by {number.name} with nothing to save") and "Traceback" not in result.err
     assert not result.folder.exists()
+
+
+def set_environment(values, rank):
+    os.environ.update(values)
+
+
+def both(first, second, rank):
+    first(rank)
+    second(rank)
+
+
+def test_signal_of_torchrun_before_training_is_not_the_end_of_the_run(tmp_path):
+    """torchrun ends the other ranks so when one has failed; it starts them again unless they say that the run is over."""
+    stop = functools.partial(call_in_task, "build_datasets", 0, functools.partial(interrupt, signal.SIGTERM))
+    environment = functools.partial(set_environment, {"LAUNCH_END_FILE": str(tmp_path / "end")})
+    result = train("ddp", 1, *BASE, folder=tmp_path, patch=functools.partial(both, environment, stop))
+    assert result.code == 143 and not (tmp_path / "end").exists() and result.err == ""
+
+
+def ranks_of(environment):
+    os.environ.update(environment)
+    return launch.launcher_ranks()[0]
+
+
+def test_rank_whose_launcher_was_killed_before_it_looked_ends(tmp_path):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    targets = [functools.partial(ranks_of, {**ranks, **launcher}) for launcher in ({}, {"LAUNCH_PID": "1"})]
+    assert [code for code, _, _ in run_processes(targets, tmp_path)] == [0, 1]
+
+
+def look(path):
+    print("saved:", path.exists() and torch.load(path)["step"])
+
+
+def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_path):
+    """The ranks would agree on it in the next step, which comes after the evaluation."""
+    stop = functools.partial(call_in_task, "per_sample_loss", 5, functools.partial(interrupt, signal.SIGTERM))
+    watch = functools.partial(call_in_task, "per_sample_metrics", 0, functools.partial(look, tmp_path / "run" / "last.pt"))
+    result = train("ddp", 1, *EVERYTHING, folder=tmp_path, patch=functools.partial(both, stop, watch))
+    assert result.code == 143 and "saved: 6" in result.out, result.out + result.err
 
 
 def interrupt_and_look(path, size):
@@ -144,10 +184,11 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
         ([launch.LOST, launch.FAILED, -15], 0, 1, ""),
         ([launch.LOST, -9, -15], 0, 1, "process 1 was killed by SIGKILL"),
         ([-15, -15], 1, 143, "process 1 was killed by SIGTERM"),
+        ([143, launch.FAILED], 1, 1, "process 1 failed first, as it says above"),
         ([-9, -15, -9], 1, 143, "process 1 was killed by SIGTERM"),
         ([launch.LOST, 7], 1, 1, "process 1 left with exit code 7"),
         ([launch.LOST, 0], 0, 1, "process 1 left before the end"),
-        ([launch.LOST, launch.LOST], 0, 1, "a rank on another machine left first"),
+        ([launch.LOST, launch.LOST], 0, 1, "a rank on another machine was lost"),
     ],
 )
 def test_end_of_spawned_processes_is_told_by_who_failed_first(codes, first, code, words):
@@ -167,7 +208,23 @@ class Failures:
         self.failures = dict(enumerate(failures))
 
 
-LOST = Failure(1, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4711", 1)
+GONE = [  # of torch 2.6 and 2.15
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection reset by peer [127.0.0.1]:4711. This is typically caused by",
+    "sendBytes failed on SocketImpl(fd=4, addr=[localhost]:4711, remote=[localhost]:4712): Broken pipe",
+    "NCCL error: remote process exited or there was a network error",
+]
+IN_WORKER = """RuntimeError: Caught RuntimeError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "task.py", line 7, in __getitem__
+RuntimeError: sample 7 cannot be read
+"""
+LOST = Failure(1, f"RuntimeError: {GONE[1]}", 1)
+
+
+def test_lost_connection_is_one_to_another_rank():
+    assert all(launch.LOST_CONNECTION.search(message) for message in GONE)
+    assert not launch.LOST_CONNECTION.search("[Errno 104] Connection reset by peer"), "of the task's own, to a file server say"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +232,8 @@ LOST = Failure(1, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:47
     [
         ([LOST, Failure(1, "ValueError: the cause", 2)], "rank 1 failed first: ValueError: the cause"),
         ([LOST, Failure(-9, "Signal 9 (SIGKILL) received by PID 7", 2, False)], "rank 1 was killed by SIGKILL"),
-        ([Failure(-15, "Signal 15", 0, False), LOST, Failure(7, "", 2, False)], "rank 2 failed first: it left with exit code 7"),
+        ([Failure(-15, "Signal 15", 0, False), LOST, Failure(7, "", 2, False)], "rank 2 left with exit code 7"),
+        ([Failure(1, {"message": IN_WORKER, "extraInfo": {}}, 1)], "rank 0 failed first: RuntimeError: sample 7 cannot be read"),
         ([Failure(1, "E: second", 2), Failure(1, "E: first", 1)], "rank 1 failed first: E: first"),
     ],
 )
@@ -186,7 +244,7 @@ def test_root_cause_under_torchrun(failures, words):
 def test_restarted_rank_tells_what_failed_before_the_first_checkpoint(tmp_path, monkeypatch):
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-    for rank, message in ((0, "Connection reset by peer"), (1, "the cause"), (2, "Broken pipe")):
+    for rank, message in ((0, GONE[0]), (1, "the cause"), (2, GONE[2])):
         (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / str(rank) / "error.json"))
         ErrorHandler().record_exception(RuntimeError(message))
@@ -255,6 +313,24 @@ def test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint(tmp_p
     result = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(change_task, "build_model", put_a_module_into_args))
     assert result.code == 0, result.err
     assert "made_by_the_task" not in checkpoint.load_checkpoint(result.folder / "last.pt")["config"]
+
+
+def test_going_back_to_an_older_checkpoint_is_going_back(tmp_path):
+    """Killed before its first save, the run must not go on from the later last.pt of before, up to which the log is gone."""
+    straight = train("single", 1, *EVERYTHING, "--keep-every", "1", folder=tmp_path)
+    kept = tmp_path / "run" / "epoch-0001.pt"
+    patch = functools.partial(call_in_task, "per_sample_loss", 2, functools.partial(os._exit, 9))
+    before = without_speed(straight.lines)
+    assert train("single", 1, *EVERYTHING, "--keep-every", "1", "--resume", kept, folder=tmp_path, patch=patch).code == 9
+    resumed = train("single", 1, *EVERYTHING, "--keep-every", "1", "--resume", "auto", folder=tmp_path)
+    assert "resumed at epoch 2, step 0" in resumed.out and without_speed(resumed.lines) == before
+
+
+def test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best.pt").touch()
+    result = train("single", 1, *BASE, "--resume", "auto", folder=tmp_path)
+    assert result.code == 2 and f"no last.pt in {tmp_path / 'run'}, but best.pt; name that file" in result.err
 
 
 def test_finished_run_says_how_it_would_go_on(tmp_path):

@@ -55,6 +55,10 @@ def always_nan(losses, k):
     return losses * float("nan")
 
 
+def nan_from_ninth(losses, k):
+    return losses * float("nan") if k >= 8 else losses
+
+
 def nan_every_second(losses, k):
     return losses * float("nan") if k % 2 else losses
 
@@ -80,6 +84,8 @@ def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path):
         result = train(mode, n, *BASE, folder=tmp_path / mode, patch=functools.partial(change_training_loss, always_nan))
         assert result.code == 3 and "diverged: 10 steps in a row" in result.err
         assert len(result.train_lines()) == 9  # the tenth ended it
+    result = train("single", 1, *BASE, folder=tmp_path / "late", patch=functools.partial(change_training_loss, nan_from_ninth))
+    assert result.code == 3 and "seen at step 18" in result.err, "the last ten of 18 steps"
     patch = functools.partial(change_training_loss, nan_every_second)
     result = train("single", 1, *BASE, "--epochs", "4", folder=tmp_path / "every second", patch=patch)
     assert result.code == 0, result.err  # 12 of them, but not in a row
@@ -286,6 +292,8 @@ def test_restarted_process_goes_on_or_gives_up(tmp_path, monkeypatch):
     assert found["global_step"] == 6
     with pytest.raises(common.Stopped, match="a rank failed before the first checkpoint"):
         checkpoint.find_checkpoint(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "empty")))
+    with pytest.raises(common.Stopped, match="a run needs --output-dir"):  # else a new name, in which nothing is
+        checkpoint.find_checkpoint(make_args("ddp", *BASE))
 
 
 def poison_in_epoch_2(part, rank):
