@@ -440,7 +440,7 @@ mutant("launch: the code of a rank that was ended for another's sake", "launch",
 mutant("stop: a signal in an epoch's last step waits for the evaluation", "checkpoint", "        self.stop.save_if_received()  # in",
        "        # in",
        f"{ENDINGS}signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation")
-mutant("resume: from an older checkpoint leaves the newer last.pt", "checkpoint", "if checkpoint and checkpoint[", "if False and checkpoint[",
+mutant("resume: from an older checkpoint leaves the newer last.pt", "checkpoint", 'checkpoint["path"].resolve() !=', "None is",
        f"{ENDINGS}going_back_to_an_older_checkpoint_is_going_back")
 mutant("divergence: not seen at the end", "checkpoint", "MAX_SKIPPED_IN_A_ROW == 0 or state.step == self.steps_per_epoch",
        "MAX_SKIPPED_IN_A_ROW == 0",
