@@ -47,11 +47,11 @@ def exit_code(main: Callable[[], int | None]) -> int:
         signal.signal(number, _end_at_once)
     try:
         return _run(main)
-    except Exception:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
+    except Exception as error:
+        if "TORCHELASTIC_RUN_ID" not in os.environ or LOST_CONNECTION.search(str(error)):
             raise
         traceback.print_exc()
-        _leave(1)
+        _leave(1)  # before the ranks that it leaves alone: torchrun blames the first to end
 
 
 def _run(main: Callable[[], int | None]) -> int:

@@ -43,6 +43,7 @@ BASE += ["--dtype", "float64", "--average", "ema", "--clip-grad-norm", "1", "--r
 DIGITS = ["--task", "tests/tasks/faulty.py"]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
 IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
 LIMIT = 240  # seconds that any launch may take
+SIDE_BY_SIDE = 3  # trials: much of each is waiting
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
 SMALL_DISK, SMALL_FILE = "size=1m", 40_000  # holds all files of a run; smaller than a checkpoint, larger than a log
 
@@ -483,12 +484,12 @@ class Campaign:
         return self.references[key]
 
     def run(self, trials: list[Trial]) -> None:
-        """Run two trials side by side; print a line for each; put each with its column into `results`."""
+        """Run the trials, some side by side; print a line for each; put each with its column into `results`."""
         unwanted = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "runs", "shared")
         shutil.copytree(ROOT, self.project, ignore=unwanted)  # so that all trials try the same code, whoever edits it meanwhile
         if any(trial.fault.options == IMAGES for trial in trials):
             write_images(self.images)
-        executor = ThreadPoolExecutor(2)
+        executor = ThreadPoolExecutor(SIDE_BY_SIDE)
         futures = {executor.submit(self.outcome, trial): trial for trial in trials}
         try:
             for future in as_completed(futures):
