@@ -355,7 +355,7 @@ mutant("resume: sums of the log forgotten", "checkpoint", 'self.meter.restore(ch
 mutant("resume: sums of all ranks restored on rank 0", "common", "of[rank] if len(of) == world_size else sum(of)",
        "sum(of) if True else sum(of)", f"{BITWISE}[ddp-2-9]")
 mutant("resume: sums of the ranks put together", "common", "of[rank] if len(of) == world_size else sum(of)", "sum(of)",
-       "faults::test_a_step_that_is_skipped_is_skipped_again[NaN loss]")
+       "training_math::test_sums_of_ranks_go_back_to_the_ranks")
 mutant("average: never evaluated", "checkpoint", 'self.average.module if getattr(self.average, "n_averaged", 0) else self.net', "self.net",
        "survivors::test_ema_and_swa_are_what_they_say")
 mutant("swa: from the first epoch", "checkpoint", "state.epoch >= args.epochs * 3 // 4", "state.epoch >= 0",
@@ -391,7 +391,7 @@ mutant("stop: SIGUSR1 ends with 138", "checkpoint", "signal.SIGUSR1: 0", "signal
 mutant("launch: rank 0 of each machine writes", "launch", "dist.get_rank() == 0 if is_distributed()",
        'os.environ.get("LOCAL_RANK", "0") == "0" if is_distributed()', LAST + "32_one_rank_of_all_machines_saves")
 mutant("launch: every rank prints", "launch", "    if is_rank0():\n        print(", "    if True:\n        print(",
-       "survivors::test_signal_to_all_ranks_is_one_signal")
+       f"{ENDINGS}signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_again[ddp-2]")
 mutant("launch: bad arguments end with 1", "launch", 'announce_end(2, f"error', 'announce_end(1, f"error',
        "cli::test_bad_command_line_ends_with_code_2_and_one_line")
 mutant("launch: a stop ends with 0", "launch", "announce_end(stop.code, f", "announce_end(0, f", ONE + "11_sigterm_saves[0]")
@@ -483,7 +483,7 @@ mutant("load: negative positions", "checkpoint", "if kind is int and checkpoint[
 mutant("load: a compressed file may fill the memory", "checkpoint", "member.compress_type != zipfile.ZIP_STORED", "False",
        "security::test_compressed_file_is_refused_unread")
 mutant("log: a foreign line ends the run", "checkpoint", "except (ValueError, KeyError, TypeError):", "except ValueError:",
-       "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+       "checkpoint::test_line_of_another_program_in_the_log_is_cut_off")
 mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, self.kept", "torch.where(bad > 2, self.kept",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: BatchNorm goes back to before the resume", "common", "self._keep_statistics()  # of the network", "pass  # of the network",

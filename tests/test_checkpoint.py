@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import zipfile
 from pathlib import Path
@@ -190,8 +191,6 @@ def test_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text"])
 def test_damaged_file_is_named_and_auto_falls_back_to_the_previous_one(damage, finished, tmp_path):
-    import shutil
-
     shutil.copytree(finished.folder, tmp_path / "run")
     path = tmp_path / "run" / "last.pt"
     content = bytearray(path.read_bytes())
@@ -272,15 +271,22 @@ def poison_weights_in_epoch_3(rank):
 
 
 def test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn(finished, tmp_path):
-    import shutil
-
     shutil.copytree(finished.folder, tmp_path / "run")
     shutil.copyfile(tmp_path / "run" / "previous.pt", tmp_path / "run" / "last.pt")
     log = tmp_path / "run" / "metrics.jsonl"
-    log.write_text(log.read_text() + '{}\n5\n{"event": "train", "epo')
+    log.write_text(log.read_text() + '{"event": "train", "epo')
     resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
     assert comparable(resumed.lines) == comparable(finished.lines)
     assert len({json.dumps(line) for line in resumed.lines}) == len(resumed.lines)
+
+
+@pytest.mark.parametrize("line", ["{}", "5", '{"event": "eval", "global_step": 1}', "\udcff"])
+def test_line_of_another_program_in_the_log_is_cut_off(line, finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "a", errors="surrogateescape") as log:
+        log.write(line + "\n")
+    resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0 and resumed.lines == finished.lines, resumed.err
 
 
 def test_averages_and_momentum_differ_from_the_weights(finished):

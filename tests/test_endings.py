@@ -118,6 +118,7 @@ def test_signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_ag
     saved = stopped.checkpoint()
     assert 6 <= saved["global_step"] <= 8
     resumed = train(mode, n, *EVERYTHING, "--resume", "auto", folder=tmp_path)
+    assert resumed.out.count("resumed at epoch") == 1, "rank 0 says it, and no other"
     assert without_speed(resumed.lines) == without_speed(straight.lines)
     assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
 

@@ -113,6 +113,23 @@ def test_meter_goes_on_from_its_sums():
     assert second.mean() == pytest.approx(whole.mean(), rel=1e-12)
 
 
+def restore_meters():
+    rank = dist.get_rank()
+    first, second, third = (common.Meter(torch.device("cpu")) for _ in range(3))
+    first.add(loss=torch.full((rank + 1,), 0.1 + rank, dtype=torch.float64))
+    sums = first.sums_of_ranks()
+    assert sums == {"loss": [0.1, 2.2], "count": [1.0, 2.0]}
+    second.restore(sums)
+    assert second.sums["loss"].item() == first.sums["loss"].item() and second.count == first.count, "to each rank its own"
+    third.restore({"loss": [0.5, 0.25, 0.25], "count": [1.0, 1.0, 1.0]})
+    assert (third.sums["loss"].item(), third.count) == ((1.0, 3) if rank == 0 else (0.0, 0)), "of another world size"
+
+
+def test_sums_of_ranks_go_back_to_the_ranks():
+    """Put together on one rank they would be the same sum, but rounded in another order."""
+    in_group(2, restore_meters)
+
+
 @pytest.mark.parametrize("limit", [None, 0.1, 1e9])
 def test_clip_grad_norm_returns_the_norm_before(limit):
     net = nn.Linear(3, 2).double()
