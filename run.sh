@@ -4,7 +4,7 @@
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
-set -euo pipefail
+set -euo pipefail && trap 'exit 130' INT # which bash would forget if what it waits for ends well
 here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 fail() { echo "run.sh: error: $*" >&2 && exit 2; }
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/run.sh"; } # the comment above
