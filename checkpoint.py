@@ -277,6 +277,8 @@ class Run:
         """Make the folder, lock it, find the checkpoint, and cut the log back to it. Rank 0 only."""
         args = self.args
         self.folder = output_folder(args)
+        last = self.folder / "last.pt"
+        before = last.exists() and last.stat().st_mtime_ns
         checkpoint = find_checkpoint(args)
         if checkpoint and checkpoint["samples"] != self.sampler.length and not args.eval_only:
             raise UsageError(f"the training set has {self.sampler.length} samples, and had {checkpoint['samples']} before: another run")
@@ -286,6 +288,8 @@ class Run:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UsageError(f"--output-dir {self.folder}: another run is writing there; choose another folder") from error
+        if before != (last.exists() and last.stat().st_mtime_ns):  # of a run that ended while this one was starting
+            checkpoint = find_checkpoint(args)
         if not args.eval_only:
             self._go_back_to(checkpoint)
         if args.tensorboard:

@@ -442,6 +442,8 @@ mutant("stop: a signal in an epoch's last step waits for the evaluation", "check
        f"{ENDINGS}signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation")
 mutant("resume: from an older checkpoint leaves the newer last.pt", "checkpoint", 'checkpoint["path"].resolve() !=', "None is",
        f"{ENDINGS}going_back_to_an_older_checkpoint_is_going_back")
+mutant("resume: another run overwritten that ended meanwhile", "checkpoint", "if before != (last.exists()",
+       "if before is last and (last.exists()", f"{ENDINGS}run_that_ended_while_this_one_was_starting_is_not_overwritten")
 mutant("divergence: not seen at the end", "checkpoint", "MAX_SKIPPED_IN_A_ROW == 0 or state.step == self.steps_per_epoch",
        "MAX_SKIPPED_IN_A_ROW == 0",
        DIVERGED)

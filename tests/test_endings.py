@@ -4,6 +4,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 
@@ -332,6 +333,25 @@ def test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left(tmp_path)
     (tmp_path / "run" / "best.pt").touch()
     result = train("single", 1, *BASE, "--resume", "auto", folder=tmp_path)
     assert result.code == 2 and f"no last.pt in {tmp_path / 'run'}, but best.pt; name that file" in result.err
+
+
+def let_another_run_end(theirs, ours, rank):
+    """Another run in the folder ends just before this one takes the lock."""
+    flock = checkpoint.fcntl.flock
+
+    def locked(*arguments):
+        shutil.copytree(theirs, ours, dirs_exist_ok=True)
+        flock(*arguments)
+
+    checkpoint.fcntl.flock = locked
+
+
+def test_run_that_ended_while_this_one_was_starting_is_not_overwritten(tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    train("single", 1, *argv, folder=tmp_path / "theirs")
+    patch = functools.partial(let_another_run_end, tmp_path / "theirs" / "run", tmp_path / "run")
+    result = train("single", 1, *argv, "--resume", "auto", folder=tmp_path, patch=patch)
+    assert result.code == 0 and "resumed at epoch 2" in result.out, result.out + result.err
 
 
 def test_finished_run_says_how_it_would_go_on(tmp_path):

@@ -48,6 +48,16 @@ def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
         assert launch.checkpoint()["global_step"] > 12
 
 
+def test_ctrl_c_to_run_sh_while_it_waits_for_the_check_is_not_forgotten(tmp_path):
+    """Bash itself forgets a SIGINT, if the command that it waits for ends well."""
+    with Launch(LAUNCHES["ddp"], tmp_path) as launch:
+        while not any("options.py" in read(pid, "cmdline") for pid in launch.processes()):
+            assert launch.process.poll() is None, launch.errors()
+        launch.process.send_signal(signal.SIGINT)
+        assert launch.end() == 130, launch.errors()
+        assert not (tmp_path / "run").exists()
+
+
 def test_signal_to_one_rank_stops_all_ranks_at_the_same_step(tmp_path):
     with Launch(LAUNCHES["ddp"], tmp_path) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
