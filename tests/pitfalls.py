@@ -92,6 +92,21 @@ def on_rank_1(change, call, rank=None):
         change_loss(lambda losses: change(losses) if dist.get_rank() == 1 else losses, call)
 
 
+def set_environment(values, rank):
+    os.environ.update(values)
+
+
+class Patches:
+    """Several patches as one."""
+
+    def __init__(self, *patches):
+        self.patches = patches
+
+    def __call__(self, rank):
+        for patch in self.patches:
+            patch(rank)
+
+
 def without_speed(lines):
     """Lines of metrics.jsonl without what differs from run to run."""
     return [{key: value for key, value in line.items() if key != "images_per_s"} for line in lines]

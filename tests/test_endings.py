@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, make_args, run_processes, train
-from pitfalls import BASE, without_speed
+from pitfalls import BASE, Patches, set_environment, without_speed
 from torch import nn
 
 import checkpoint
@@ -62,20 +62,11 @@ def test_signal_before_training_ends_the_run_at_once(number, code, tmp_path):
     assert not result.folder.exists()
 
 
-def set_environment(values, rank):
-    os.environ.update(values)
-
-
-def both(first, second, rank):
-    first(rank)
-    second(rank)
-
-
 def test_signal_of_torchrun_before_training_is_not_the_end_of_the_run(tmp_path):
     """torchrun ends the other ranks so when one has failed; it starts them again unless they say that the run is over."""
     stop = functools.partial(call_in_task, "build_datasets", 0, functools.partial(interrupt, signal.SIGTERM))
     environment = functools.partial(set_environment, {"LAUNCH_END_FILE": str(tmp_path / "end")})
-    result = train("ddp", 1, *BASE, folder=tmp_path, patch=functools.partial(both, environment, stop))
+    result = train("ddp", 1, *BASE, folder=tmp_path, patch=Patches(environment, stop))
     assert result.code == 143 and not (tmp_path / "end").exists() and result.err == ""
 
 
@@ -98,7 +89,7 @@ def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_pat
     """The ranks would agree on it in the next step, which comes after the evaluation."""
     stop = functools.partial(call_in_task, "per_sample_loss", 5, functools.partial(interrupt, signal.SIGTERM))
     watch = functools.partial(call_in_task, "per_sample_metrics", 0, functools.partial(look, tmp_path / "run" / "last.pt"))
-    result = train("ddp", 1, *EVERYTHING, folder=tmp_path, patch=functools.partial(both, stop, watch))
+    result = train("ddp", 1, *EVERYTHING, folder=tmp_path, patch=Patches(stop, watch))
     assert result.code == 143 and "saved: 6" in result.out, result.out + result.err
 
 

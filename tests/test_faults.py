@@ -27,7 +27,7 @@ import pytest
 import torch
 from harness import TASKS, Result, single_run, train
 from launches import Launch
-from pitfalls import ddp_run, stop_after, without_speed
+from pitfalls import Patches, ddp_run, set_environment, stop_after, without_speed
 
 SMALL = (
     "--task",
@@ -43,10 +43,6 @@ SMALL = (
     "--dtype",
     "float64",
 )
-
-
-def set_environment(values, rank):
-    os.environ.update(values)
 
 
 def kill_at_call(number, rank):
@@ -135,25 +131,6 @@ def test_a_step_that_is_skipped_is_skipped_again(fault, tmp_path):
     stopped = train("ddp", 2, *SMALL, folder=tmp_path, patch=Patches(patch, functools.partial(stop_after, 9)))
     assert stopped.code == 143
     assert_same(train("ddp", 2, *SMALL, "--resume", "auto", folder=tmp_path, patch=patch), straight)
-
-
-class Patches:
-    """Several patches as one."""
-
-    def __init__(self, *patches):
-        self.patches = patches
-
-    def __call__(self, rank):
-        for patch in self.patches:
-            patch(rank)
-
-
-def test_loss_of_a_log_interval_in_which_the_run_was_stopped_is_the_same_to_the_bit(tmp_path):
-    """The sums of three ranks, added up in another order, differ in the last bit."""
-    argv = (*SMALL, "--batch-size", "10", "--epochs", "1", "--log-every", "10", "--save-every", "100")
-    straight = train("ddp", 3, *argv, folder=tmp_path / "straight")
-    assert train("ddp", 3, *argv, folder=tmp_path, patch=functools.partial(stop_after, 5)).code == 143
-    assert_same(train("ddp", 3, *argv, "--resume", "auto", folder=tmp_path), straight)
 
 
 # ---------------------------------------------------------------------------------------------------------- the campaign itself
