@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from common import (
     MAX_SKIPPED_IN_A_ROW,
+    SIGNALS,
     GlobalBatchSampler,
     Meter,
     NoAverage,
@@ -163,8 +164,11 @@ def output_folder(args: argparse.Namespace) -> Path:
     return Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{unique}")
 
 
-def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the checkpoint that `--resume` asks for, if any; `auto` falls back to previous.pt if last.pt is damaged, and says so."""
+def find_checkpoint(args: argparse.Namespace, samples: int) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the checkpoint that `--resume` asks for and its path, if any; `auto` falls back to previous.pt, and says so.
+
+    Raises UsageError if it is damaged, or of another run: other options, or a training set of another length than `samples`.
+    """
     paths = [Path(args.resume)] if args.resume not in (None, "auto") else []
     if args.resume == "auto" or restarted():
         own = [path for name in ("last.pt", "previous.pt") if (path := output_folder(args) / name).exists()]
@@ -184,10 +188,13 @@ def find_checkpoint(args: argparse.Namespace) -> dict[str, Any] | None:
             print(f"{error}; falling back to {paths[i + 1]}", file=sys.stderr, flush=True)
             continue
         check_config(args, checkpoint["config"], path)
-        return {**checkpoint, "path": path}
+        if checkpoint["samples"] != samples and not args.eval_only:
+            before = checkpoint["samples"]
+            raise UsageError(f"--resume {path}: the training set had {before} samples, and has {samples} now; that would be another run")
+        return path, checkpoint
     if args.eval_only:
         raise UsageError(f"--resume auto: there is no checkpoint in {args.output_dir} to evaluate")
-    return None
+    return None, None
 
 
 def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
@@ -215,15 +222,13 @@ class StopSignal:
     stops the run has patience for: `save_now`, if set, is called at once.
     """
 
-    CODES: ClassVar = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
-
     def __init__(self) -> None:
         self.received, self.pending, self.save_now = 0, None, None
-        for number in self.CODES:
+        for number in SIGNALS:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: Any) -> None:
-        self.received = max(self.received, list(self.CODES).index(number) + 1)
+        self.received = max(self.received, list(SIGNALS).index(number) + 1)
         self.save_if_received()
 
     def save_if_received(self) -> None:
@@ -244,7 +249,7 @@ class StopSignal:
                 flag = int(tensor)
             tensor = torch.tensor(self.received)
             self.pending = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True), tensor
-        return list(self.CODES)[flag - 1] if flag else None
+        return list(SIGNALS)[flag - 1] if flag else None
 
 
 class Run:
@@ -256,6 +261,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, state: State, sampler: GlobalBatchSampler, device: torch.device) -> None:
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.steps_per_epoch, self.meter, self.bar, self.writer = sampler.steps_per_epoch, Meter(device), None, None
+        self.untimed = 0  # samples since the last log line that this process did not train on, but one before a resume
         checkpoint = error = None
         if is_rank0():
             try:
@@ -279,9 +285,7 @@ class Run:
         self.folder = output_folder(args)
         last = self.folder / "last.pt"
         before = last.exists() and last.stat().st_mtime_ns
-        checkpoint = find_checkpoint(args)
-        if checkpoint and checkpoint["samples"] != self.sampler.length and not args.eval_only:
-            raise UsageError(f"the training set has {self.sampler.length} samples, and had {checkpoint['samples']} before: another run")
+        path, checkpoint = find_checkpoint(args, self.sampler.length)  # before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = open(self.folder / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115 (open, and locked, as long as the run)
         try:
@@ -289,9 +293,11 @@ class Run:
         except BlockingIOError as error:
             raise UsageError(f"--output-dir {self.folder}: another run is writing there; choose another folder") from error
         if before != (last.exists() and last.stat().st_mtime_ns):  # of a run that ended while this one was starting
-            checkpoint = find_checkpoint(args)
-        if not args.eval_only:
-            self._go_back_to(checkpoint)
+            path, checkpoint = find_checkpoint(args, self.sampler.length)
+        if not args.eval_only:  # leave nothing that is later than the checkpoint, which another start of the run would go on from
+            if checkpoint and path.resolve() != last.resolve():  # which may also be damaged
+                save_checkpoint(checkpoint, last)
+            self.file.truncate(self._kept_bytes(checkpoint))
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -299,17 +305,12 @@ class Run:
         print(f"output folder: {self.folder}", flush=True)
         return checkpoint
 
-    def _go_back_to(self, checkpoint: dict[str, Any] | None) -> None:
-        """Leave nothing in the folder that is later than the checkpoint, which another start of the run would go on from."""
-        if checkpoint and checkpoint["path"].resolve() != (self.folder / "last.pt").resolve():  # which may also be damaged
-            save_checkpoint({name: value for name, value in checkpoint.items() if name != "path"}, self.folder / "last.pt")
-        self.file.truncate(self._kept_bytes(checkpoint))
-
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         state, epochs = self.state, self.args.epochs
         try:
             state.restore(checkpoint)
             self.meter.restore(checkpoint["log"])  # the sums since the last log line
+            self.untimed = sum(checkpoint["log"]["count"])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             problem = UsageError(f"--resume {self.args.resume}: does not fit the model or the optimizer: {' '.join(str(error).split())}")
             problem.by_all = True
@@ -338,7 +339,7 @@ class Run:
     def batches(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the batches that are left of the epoch, on the device, behind a progress bar if someone is watching."""
         self.sampler.set_position(self.state.epoch, self.state.step)
-        self.clock, self.untimed = time.perf_counter(), sum(self.meter.sums_of_ranks()["count"])  # of before a resume
+        self.clock = time.perf_counter()
         if is_rank0() and sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -373,7 +374,7 @@ class Run:
             saved = self.save("last.pt")
         if stop:
             step = f"after saving step {state.global_step}" if saved else f"at step {state.global_step}, which was not saved"
-            raise Stopped(StopSignal.CODES[stop], f"stopped by {stop.name} {step}")
+            raise Stopped(SIGNALS[stop], f"stopped by {stop.name} {step}")
 
     def _log_train(self, lr: float, grad_norm: Tensor) -> None:
         state, means, skipped = self.state, self.meter.mean(), int(self.state.scaler.skipped.item())

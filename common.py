@@ -28,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from launch import (
+    SIGNALS,
     announce_end,
     backend,
     earlier_failure,
@@ -45,7 +46,7 @@ from launch import (
 )
 from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
 
-__all__ = ["Stopped", "UsageError", "announce_end", "backend", "check_run", "earlier_failure", "exit_code", "is_rank0", "join"]
+__all__ = ["SIGNALS", "Stopped", "UsageError", "announce_end", "backend", "check_run", "earlier_failure", "exit_code", "is_rank0", "join"]
 __all__ += [
     "launcher_ranks",
     "load_task",
@@ -291,7 +292,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a worker that outlives its rank would hold the lock on the run's folder
 

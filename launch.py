@@ -1,7 +1,7 @@
 """How the processes of a run are started, find one another, and end.
 
-python launch.py [torchrun's options] train_ddp.py [options] is torchrun as `bash run.sh ddp N` starts it: with restarts, and ending as the
-ranks ended, where torchrun itself only knows 0 and 1.
+python launch.py N [options] is what `bash run.sh ddp N` starts: it checks the options and is torchrun then, with restarts, and ending as
+the ranks ended, where torchrun itself only knows 0 and 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import options
 from options import Stopped, UsageError
 
-SIGNALS = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
+SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}  # they stop a run, which after saving ends with this code
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
 LOST_CONNECTION = re.compile(
@@ -255,8 +256,8 @@ def backend(device: torch.device) -> str:
     return f"cpu:gloo{accelerator}"
 
 
-def torchrun(argv: list[str]) -> int:
-    """Run torchrun in this process and return the exit code of the ranks; say last on stderr why they ended early."""
+def torchrun(world_size: int, argv: list[str]) -> int:
+    """Run train_ddp.py by torchrun in this process; return the exit code of the ranks, and say last on stderr why they ended early."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -277,7 +278,7 @@ def torchrun(argv: list[str]) -> int:
         signal.signal(signal.SIGUSR1, hand_on)  # SLURM's warning; torchrun itself does not know it and would die
         code, reason = 0, ""
         try:
-            run.main([*meet, *name, *argv])
+            run.main([*meet, *name, "--max-restarts", "3", "--nproc-per-node", str(world_size), sys.argv[0], *argv])
         except SignalException as stop:
             code, reason = 128 + stop.sigval.value, f"stopped by {stop.sigval.name}; go on from the last checkpoint with --resume auto"
         except ChildFailedError as error:
@@ -286,7 +287,7 @@ def torchrun(argv: list[str]) -> int:
             written, reason = end.read_text().strip("\n").split(" ", 1)
             code = int(written)
     if reason:
-        print(f"train_ddp.py: {reason}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr, flush=True)
     return code
 
 
@@ -320,5 +321,12 @@ def earlier_failure() -> str:
     return _line(causes[0]) if causes else "a process was killed, or left without a word; torchrun's lines above say which"
 
 
+def main() -> int:
+    world_size, argv = int(sys.argv[1]), sys.argv[2:]
+    sys.argv[0] = str(Path(__file__).with_name("train_ddp.py"))
+    options.main("ddp", world_size, argv)  # here, before any process is started
+    return torchrun(world_size, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(torchrun(sys.argv[1:]))
+    sys.exit(exit_code(main))

@@ -192,7 +192,7 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     args = parser.parse_args(argv)
     launched = mode == "ddp" and world_size is None  # the environment is of this run's launcher, not of one around run.sh
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if launched else world_size or 1
-    if mode != "ddp":
+    if not launched:
         os.environ.pop("RANK", None)  # of some other launcher: here it would silence what is the only, or first, rank
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
@@ -346,7 +346,7 @@ def check_run(args: argparse.Namespace) -> None:
             raise UsageError(f"{where} must return an nn.Module with parameters, got {type(net).__name__}")
         freeze(args, net)
     with named(f"--resume {args.resume}: not a checkpoint of this program"):
-        checkpoint = find_checkpoint(args)
+        _, checkpoint = find_checkpoint(args, lengths[0])
     if checkpoint:
         with named(f"--resume {args.resume}: its weights do not fit the model"):
             net.load_state_dict(checkpoint["model"])

@@ -59,14 +59,13 @@ if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to
 elif [[ $mode != single ]]; then
   devices=$(in_here -c 'import torch; print(torch.accelerator.device_count() or 2)')
 fi
-"$python" "$here/options.py" "$mode" "$devices" "$@" # refuses bad input before any process of the run is started
-
 cores=$(nproc) # processes with all the cores each would fight for them
 [[ $mode == single || $mode == dp ]] || cores=$((cores / devices))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
+[[ $mode == ddp ]] || "$python" "$here/options.py" "$mode" "$devices" "$@" # refuses bad input; launch.py does so itself
 case $mode in
   single) exec "$python" "$here/train_single.py" "$@" ;;
   dp) exec "$python" "$here/train_dp.py" --replicas "$devices" "$@" ;;
   spawn) exec "$python" "$here/train_spawn.py" --nproc "$devices" "$@" ;;
-  ddp) exec "$python" "$here/launch.py" --max-restarts 3 --nproc-per-node "$devices" "$here/train_ddp.py" "$@" ;;
+  ddp) exec "$python" "$here/launch.py" "$devices" "$@" ;;
 esac

@@ -26,13 +26,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launches import ROOT, TASKS  # noqa: F401 (the tests take them from here)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
 import options
 
-ROOT = Path(__file__).resolve().parent.parent
-TASKS = ROOT / "tests" / "tasks"
 TIMEOUT = 120  # seconds that any group of processes may take
 
 context = multiprocessing.get_context("forkserver")

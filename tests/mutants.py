@@ -364,8 +364,8 @@ mutant("log: not cut back", "checkpoint", "self.file.truncate(self._kept_bytes(c
        "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
 mutant("log: evaluation after the checkpoint kept", "checkpoint", 'entry["epoch"] < checkpoint["epoch"] if',
        'entry["epoch"] <= checkpoint["epoch"] if', "survivors::test_evaluation_after_the_checkpoint_is_logged_once")
-mutant("log: --eval-only cuts it", "checkpoint", "        if not args.eval_only:\n            self._go_back_to",
-       "        if True:\n            self._go_back_to", "survivors::test_eval_only_leaves_the_log")
+mutant("log: --eval-only cuts it", "checkpoint", "if not args.eval_only:  # leave nothing", "if True:  # leave nothing",
+       "survivors::test_eval_only_leaves_the_log")
 mutant("log: skipped steps counted twice", "checkpoint", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
 mutant("log: loss of the whole run", "checkpoint", "        self.meter.clear()\n", "",
        "survivors::test_logged_loss_is_that_since_the_last_line")
@@ -380,10 +380,10 @@ mutant("stop: only if all ranks were told", "checkpoint", "dist.ReduceOp.MAX, as
 mutant("stop: signals of the ranks added", "checkpoint", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
        "survivors::test_signal_to_all_ranks_is_one_signal")
 mutant("stop: without saving", "checkpoint", "if stop or (args.save_every and", "if (args.save_every and", f"{BITWISE}[single-1-9]")
-mutant("stop: SIGTERM ends with 0", "checkpoint", "signal.SIGTERM: 143", "signal.SIGTERM: 0", ONE + "11_sigterm_saves[0]")
-mutant("stop: SIGINT ends with 143", "checkpoint", "signal.SIGINT: 130", "signal.SIGINT: 143",
+mutant("stop: SIGTERM ends with 0", "launch", "signal.SIGTERM: 143", "signal.SIGTERM: 0", ONE + "11_sigterm_saves[0]")
+mutant("stop: SIGINT ends with 143", "launch", "signal.SIGINT: 130", "signal.SIGINT: 143",
        LAST + "39_nothing_outlives_the_launcher[SIGINT]")
-mutant("stop: SIGUSR1 ends with 138", "checkpoint", "signal.SIGUSR1: 0", "signal.SIGUSR1: 138",
+mutant("stop: SIGUSR1 ends with 138", "launch", "signal.SIGUSR1: 0", "signal.SIGUSR1: 138",
        "survivors::test_signal_to_all_ranks_is_one_signal")
 
 # ------------------------------------------------------------------------------------------------------ launch.py and options.py
@@ -440,7 +440,7 @@ mutant("launch: the code of a rank that was ended for another's sake", "launch",
 mutant("stop: a signal in an epoch's last step waits for the evaluation", "checkpoint", "        self.stop.save_if_received()  # in",
        "        # in",
        f"{ENDINGS}signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation")
-mutant("resume: from an older checkpoint leaves the newer last.pt", "checkpoint", 'checkpoint["path"].resolve() !=', "None is",
+mutant("resume: from an older checkpoint leaves the newer last.pt", "checkpoint", 'path.resolve() !=', "None is",
        f"{ENDINGS}going_back_to_an_older_checkpoint_is_going_back")
 mutant("resume: another run overwritten that ended meanwhile", "checkpoint", "if before != (last.exists()",
        "if before is last and (last.exists()", f"{ENDINGS}run_that_ended_while_this_one_was_starting_is_not_overwritten")
@@ -467,11 +467,13 @@ mutant("launch: ranks meet where dead ones did", "launch", "file://{file}-{os.en
        f"{ENDINGS}ranks_meet_in_a_file_of_their_own_after_a_restart")
 mutant("launch: ranks of one machine listen to all", "launch", 'os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")', "pass",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
-mutant("launch: torchrun listens to all", "launch", "[*meet, *name, *argv]", '["--standalone", *argv]',
+mutant("launch: options checked by the ranks", "launch", '    options.main("ddp", world_size, argv)', "    pass",
+       "cli::test_bad_command_line_ends_with_code_2_and_one_line[run.sh ddp 08 --batch-size 7 --device cpu-]")
+mutant("launch: torchrun listens to all", "launch", "[*meet, *name, \"--max", '["--standalone", "--max',
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
 mutant("stop: not saved before the end of an evaluation", "checkpoint", "self.stop.save_now = self._save_between_epochs", "pass",
        f"{ENDINGS}signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_again[single-1]")
-mutant("resume: another training set not noticed", "checkpoint", 'checkpoint["samples"] != self.sampler.length and', "False and",
+mutant("resume: another training set not noticed", "checkpoint", 'checkpoint["samples"] != samples and', "False and",
        f"{ENDINGS}checkpoint_of_other_data_or_another_model_is_refused")
 mutant("resume: a model that does not fit is a traceback", "checkpoint",
        "except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:", "except ZeroDivisionError as error:",

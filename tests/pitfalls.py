@@ -69,27 +69,31 @@ def stop_after(step, rank):
         after_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def change_loss(change, call):
-    """Let `change(losses)` replace the losses in one call of the task's loss, counted from 0."""
-    load_task, calls = common.load_task, itertools.count()
+def wrap_in_task(name, wrapped):
+    """Let `wrapped(original, *arguments)` stand for a function of the task in this process."""
+    load_task = common.load_task
 
-    def load_changed_task(args):
+    def load_wrapped_task(args):
         task = load_task(args)
-        loss = task.per_sample_loss
-        task.per_sample_loss = lambda outputs, targets: (change if next(calls) == call else _same)(loss(outputs, targets))
+        setattr(task, name, functools.partial(wrapped, getattr(task, name)))
         return task
 
-    common.load_task = load_changed_task
-
-
-def _same(losses):
-    return losses
+    common.load_task = load_wrapped_task
 
 
 def on_rank_1(change, call, rank=None):
-    """The same for rank 1 alone; `rank=None`, to be used before ranks are forked, asks at the time."""
+    """Let `change(losses)` replace the losses of rank 1 in one call of the task's loss, counted from 0.
+
+    `rank=None`, to be used before ranks are forked, asks at the time.
+    """
+    calls = itertools.count()
+
+    def per_sample_loss(original, outputs, targets):
+        losses = original(outputs, targets)
+        return change(losses) if next(calls) == call and dist.get_rank() == 1 else losses
+
     if rank in (1, None):
-        change_loss(lambda losses: change(losses) if dist.get_rank() == 1 else losses, call)
+        wrap_in_task("per_sample_loss", per_sample_loss)
 
 
 def set_environment(values, rank):

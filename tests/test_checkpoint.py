@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import TASKS, compare, deviation, run_processes, single_run, train
+from pitfalls import without_speed
 
 import checkpoint
 import common
@@ -69,10 +70,6 @@ class Stopper:
         checkpoint.Run.end_step = end_step_and_signal
 
 
-def comparable(lines):
-    return [{name: value for name, value in line.items() if name != "images_per_s"} for line in lines]
-
-
 @pytest.mark.parametrize("step", [1, 5, 6, 9, 18])
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 3)])
 def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, step, tmp_path):
@@ -88,7 +85,7 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
         pairs = list(zip(walk(straight.checkpoint()[part]), walk(resumed.checkpoint()[part])))
         assert len(pairs) > 8
         assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else isinstance(a, dict) or a == b for a, b in pairs)
-    assert comparable(resumed.lines) == comparable(straight.lines), "each line once, and the same"
+    assert without_speed(resumed.lines) == without_speed(straight.lines), "each line once, and the same"
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 3), ("ddp", 1), ("ddp", 4), ("spawn", 3)])
@@ -205,7 +202,7 @@ def test_damaged_file_is_named_and_auto_falls_back_to_the_previous_one(damage, f
     assert resumed.code == 0, resumed.err
     assert f"falling back to {path.with_name('previous.pt')}" in resumed.err
     assert all(tensor.equal(finished.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
-    assert comparable(resumed.lines) == comparable(finished.lines)
+    assert without_speed(resumed.lines) == without_speed(finished.lines)
 
 
 class Hostile:
@@ -276,7 +273,7 @@ def test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn(finishe
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text(log.read_text() + '{"event": "train", "epo')
     resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
-    assert comparable(resumed.lines) == comparable(finished.lines)
+    assert without_speed(resumed.lines) == without_speed(finished.lines)
     assert len({json.dumps(line) for line in resumed.lines}) == len(resumed.lines)
 
 

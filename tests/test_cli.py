@@ -74,13 +74,14 @@ IMAGES = "--dataset imagefolder --image-size 8 --batch-size 2 --data-dir TMP"
 # An image folder each: the classes of train/ and of val/
 FOLDERS = {"no-val": ("ab", None), "no-train": (None, "ab"), "no-class": ("", "ab"), "empty": ("a", "ab"), "torn": ("ab", "ab")}
 FOLDERS |= {"more": ("ab", "abc"), "fewer": ("ab", "a")}
-WHOLE = {"format": 1, **{name: None if name == "best" else kind() for name, kind in checkpoint.KEYS.items()}}
+WHOLE = {"format": 1, **{name: None if name == "best" else kind() for name, kind in checkpoint.KEYS.items()}, "samples": 1437}
 CHECKPOINTS = {
     "format.pt": {"format": 1},
     "other.pt": {"format": 0, "config": {}},
     "listed.pt": WHOLE | {"config": [1, 2]},
     "negative.pt": WHOLE | {"step": -3},
     "beyond.pt": WHOLE | {"best": "high", "epoch": "x"},
+    "samples.pt": WHOLE | {"samples": 1436},
     "weights.pt": WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
     "tensor.pt": torch.zeros(3),
 }
@@ -200,6 +201,7 @@ CASES = [
     ("single", 1, "--resume TMP/beyond.pt", "--resume TMP/beyond.pt: not a checkpoint of this program: epoch, best missing or wrong"),
     ("single", 1, "--resume TMP/other.pt", "--resume TMP/other.pt: not a checkpoint of this program (format 1)"),
     ("single", 1, "--resume TMP/tensor.pt", "--resume TMP/tensor.pt: not a checkpoint of this program (format 1)"),
+    ("single", 1, "--resume TMP/samples.pt", "--resume TMP/samples.pt: the training set had 1436 samples, and has 1437 now;"),
     (
         "single",
         1,

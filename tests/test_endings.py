@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, make_args, run_processes, train
-from pitfalls import BASE, Patches, set_environment, without_speed
+from pitfalls import BASE, Patches, set_environment, without_speed, wrap_in_task
 from torch import nn
 
 import checkpoint
@@ -29,21 +29,14 @@ def call_in_task(name, at, function, rank_to_call=0, rank=0):
     """Let rank `rank_to_call` call `function()` in the `at`-th call, from 0, of a function of the task. Bind all but the rank."""
     if rank != rank_to_call:
         return
-    load_task, calls = common.load_task, itertools.count()
+    calls = itertools.count()
 
-    def load_changed_task(args):
-        changed = load_task(args)
-        original = getattr(changed, name)
+    def watched(original, *arguments):
+        if next(calls) == at:
+            function()
+        return original(*arguments)
 
-        def watched(*arguments):
-            if next(calls) == at:
-                function()
-            return original(*arguments)
-
-        setattr(changed, name, watched)
-        return changed
-
-    common.load_task = load_changed_task
+    wrap_in_task(name, watched)
 
 
 def interrupt(number):
@@ -260,15 +253,7 @@ def test_rank_started_again_after_a_deliberate_end_does_nothing(tmp_path, monkey
 
 def change_task(name, change, rank):
     """Let `change(what the task's function returned)` take its place. Bind all but the rank."""
-    load_task = common.load_task
-
-    def load_changed_task(args):
-        changed = load_task(args)
-        original = getattr(changed, name)
-        setattr(changed, name, lambda args: change(original(args), args))
-        return changed
-
-    common.load_task = load_changed_task
+    wrap_in_task(name, lambda original, args: change(original(args), args))
 
 
 def fewer_samples(datasets, args):
@@ -288,7 +273,7 @@ def put_a_module_into_args(model, args):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("build_datasets", fewer_samples, "the training set has 1436 samples, and had 1437 before: another run"),
+        ("build_datasets", fewer_samples, "the training set had 1437 samples, and has 1436 now; that would be another run"),
         ("build_model", another_model, "does not fit the model or the optimizer"),
     ],
 )

@@ -50,7 +50,7 @@ def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
 
 def test_ctrl_c_to_run_sh_while_it_waits_for_the_check_is_not_forgotten(tmp_path):
     """Bash itself forgets a SIGINT, if the command that it waits for ends well."""
-    with Launch(LAUNCHES["ddp"], tmp_path) as launch:
+    with Launch(LAUNCHES["single"], tmp_path) as launch:
         while not any("options.py" in read(pid, "cmdline") for pid in launch.processes()):
             assert launch.process.poll() is None, launch.errors()
         launch.process.send_signal(signal.SIGINT)

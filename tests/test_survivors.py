@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ROOT, TASKS, deviation, make_args, single_run, train
-from pitfalls import BASE, after_step, ddp_run, in_process, printed, stop_after, without_speed
+from pitfalls import BASE, after_step, ddp_run, in_process, printed, stop_after, without_speed, wrap_in_task
 from test_pitfalls_15_28 import scale_by_1024
 from test_pitfalls_29_42 import print_masks
 from torch import nn
@@ -31,20 +31,13 @@ MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
 
 def change_training_loss(change, rank):
     """Let `change(losses, k)` replace the losses of the k-th forward in training, from 0, of this process."""
-    load_task, calls = common.load_task, itertools.count()
+    calls = itertools.count()
 
-    def load_changed_task(args):
-        changed = load_task(args)
-        loss = changed.per_sample_loss
+    def per_sample_loss(original, outputs, targets):
+        losses = original(outputs, targets)
+        return change(losses, next(calls)) if losses.requires_grad else losses
 
-        def per_sample_loss(outputs, targets):
-            losses = loss(outputs, targets)
-            return change(losses, next(calls)) if losses.requires_grad else losses
-
-        changed.per_sample_loss = per_sample_loss
-        return changed
-
-    common.load_task = load_changed_task
+    wrap_in_task("per_sample_loss", per_sample_loss)
 
 
 def nan_in_third(losses, k):
@@ -288,12 +281,12 @@ def test_restarted_process_goes_on_or_gives_up(tmp_path, monkeypatch):
     """What torchrun starts again goes on without --resume, and a failure before the first checkpoint is not repeated."""
     result = train("single", 1, *BASE, "--epochs", "1", folder=tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    found = checkpoint.find_checkpoint(make_args("ddp", *BASE, "--output-dir", str(result.folder)))
-    assert found["global_step"] == 6
+    path, found = checkpoint.find_checkpoint(make_args("ddp", *BASE, "--output-dir", str(result.folder)), 203)
+    assert found["global_step"] == 6 and path == result.folder / "last.pt"
     with pytest.raises(common.Stopped, match="a rank failed before the first checkpoint"):
-        checkpoint.find_checkpoint(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "empty")))
+        checkpoint.find_checkpoint(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "empty")), 203)
     with pytest.raises(common.Stopped, match="a run needs --output-dir"):  # else a new name, in which nothing is
-        checkpoint.find_checkpoint(make_args("ddp", *BASE))
+        checkpoint.find_checkpoint(make_args("ddp", *BASE), 203)
 
 
 def poison_in_epoch_2(part, rank):
