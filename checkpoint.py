@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from common import (
     is_distributed,
     is_rank0,
     print0,
+    read_tensors,
     to_device,
     wait_for_all,
 )
@@ -48,7 +48,7 @@ FORMAT = 1  # of a checkpoint; raised when its keys change
 # Options that may differ when a run is resumed, because the run they describe is the same one.
 HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
 HARMLESS |= {"tensorboard", "device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile"}
-HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters", "skip_corrupt"}
+HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters", "skip_corrupt", "weights"}
 KEYS = dict.fromkeys(("model", "optimizer", "scheduler", "scaler", "average", "log", "config"), dict)
 KEYS |= {**dict.fromkeys(("epoch", "step", "global_step", "samples"), int), "best": (float, type(None))}
 WHAT_IS_EVALUATED = {"dataset", "image_size", "model", "task", "dtype", "average", "optimizer", "freeze", "label_smoothing"}
@@ -136,14 +136,9 @@ def keep_previous(path: Path) -> Iterator[None]:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; `weights_only` refuses anything but tensors and plain values, so that no code in the file runs."""
+    """Read a checkpoint to the CPU. Raises UsageError if it is none, or damaged."""
     try:
-        with zipfile.ZipFile(path) as file:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in file.infolist()):
-                raise ValueError("compressed, which torch.save never does")  # a small file could fill the memory
-            if damaged := file.testzip():  # torch.load does not look at the checksums that torch.save wrote
-                raise ValueError(f"checksum of {damaged} is wrong")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = read_tensors(path)
     except FileNotFoundError as error:
         raise UsageError(f"--resume {path}: no such file") from error
     except Exception as error:  # a truncated, damaged or hostile file raises almost anything

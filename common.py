@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import ctypes
+import contextlib
+import fcntl
 import fnmatch
 import math
-import multiprocessing.util
 import os
-import random
-import signal
-import sys
+import re
 import types
 import warnings
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from launch import (
     SIGNALS,
@@ -44,21 +43,22 @@ from launch import (
     timeout,
     wait_for_all,
 )
+from loading import (
+    GlobalBatchSampler,
+    KeyedDataset,
+    ShardSampler,
+    build_loader,
+    keyed_uniform,
+    map_tensors,
+    seed_rng,
+    split_batch,
+    to_device,
+)
 from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
 
-__all__ = ["SIGNALS", "Stopped", "UsageError", "announce_end", "backend", "check_run", "earlier_failure", "exit_code", "is_rank0", "join"]
-__all__ += [
-    "launcher_ranks",
-    "load_task",
-    "meeting_place",
-    "meeting_point",
-    "parse_args",
-    "print0",
-    "run_worker",
-    "timeout",
-    "wait_for_all",
-]
-
+__all__ = ["SIGNALS", "GlobalBatchSampler", "ShardSampler", "Stopped", "announce_end", "backend", "build_loader", "check_run"]
+__all__ += ["earlier_failure", "exit_code", "is_rank0", "join", "keyed_uniform", "launcher_ranks", "load_task", "map_tensors"]
+__all__ += ["meeting_place", "meeting_point", "parse_args", "run_worker", "split_batch", "timeout", "wait_for_all"]
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -90,6 +90,18 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
         dist.all_reduce(value)  # sum
         value = value / dist.get_world_size() if average else value
     return value
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: str | Path) -> Iterator[None]:
+    """Let the processes of this machine into the block one after the other: the first one downloads, the others find the files there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def broadcast_object(value: Any) -> Any:
@@ -128,7 +140,7 @@ def repeat_first_backward(args: argparse.Namespace, task: types.SimpleNamespace,
     device = next(model.parameters()).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     inputs, targets = to_device(KeyedDataset(dataset, args).__getitems__((state.epoch, [0, 0])), device)
-    model.train()
+    train_mode(model)
     with autocast(args, device):
         losses = task.per_sample_loss(model(inputs), targets)
     losses.sum().backward()
@@ -148,198 +160,51 @@ def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedD
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-# ------------------------------------------------------------------------------------------------------------ randomness, data
-
-
-def mix(*parts: Any) -> Any:
-    """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits. Source: splitmix64, G. Steele et al., OOPSLA 2014."""
-    bits, mask = 0, 2**64 - 1
-    for part in parts:
-        bits = ((bits ^ part) + 0x9E3779B97F4A7C15) & mask
-        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
-        bits = bits ^ (bits >> 31)
-    return bits
-
-
-def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
-    """Return float64 [len(indices), draws] in [0, 1), each row a pure function of (seed, epoch, index)."""
-    keys = np.asarray(indices).astype(np.uint64)[:, None]
-    bits = mix(np.full_like(keys, mix(seed, epoch)), keys, np.arange(draws, dtype=np.uint64)[None, :])
-    return (bits >> np.uint64(11)) * 2.0**-53
-
-
-def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
-    """Seed torch's generators for one forward: dropout masks differ between steps and ranks, and repeat after a resume."""
-    torch.manual_seed(mix(seed, step, micro_batch) % 2**63 + rank)
-
-
-class GlobalBatchSampler(Sampler):
-    """One permutation per epoch, cut into global batches, of which this rank takes its contiguous piece.
-
-    Yields (epoch, indices). Step k trains on order[k * B : (k + 1) * B] in every mode; the ragged tail is dropped, so that an epoch has
-    length // B steps at any world size. With accumulation every micro-batch is cut among the ranks, so that together they hold the one
-    that a single device would, and `--sync-bn` sees the same statistics. `set_position` names the epoch and the step to start at: what a
-    resumed run skips is never loaded.
-    """
-
-    def __init__(self, length: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1, accum_steps: int = 1) -> None:
-        if batch_size > length:
-            raise UsageError(f"--batch-size {batch_size} is larger than the training set ({length} samples): an epoch would be empty")
-        self.length, self.batch_size, self.seed, self.rank, self.world_size = length, batch_size, seed, rank, world_size
-        self.accum_steps, self.steps_per_epoch = accum_steps, length // batch_size
-        self.epoch = self.step = 0
-
-    def set_position(self, epoch: int, step: int) -> None:
-        self.epoch, self.step = epoch, step
-
-    def __len__(self) -> int:
-        return self.steps_per_epoch - self.step
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(mix(self.seed, self.epoch)))
-        for step in range(self.step, self.steps_per_epoch):
-            global_batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-            pieces = [piece.tensor_split(self.world_size)[self.rank] for piece in global_batch.tensor_split(self.accum_steps)]
-            yield self.epoch, torch.cat(pieces).tolist()
-
-
-class ShardSampler(Sampler):
-    """This rank's unpadded shard range(rank, length, world_size), so that all ranks together see every sample exactly once."""
-
-    def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        if length == 0:
-            raise UsageError("the evaluation set is empty")
-        self.shard, self.batch_size = range(rank, length, world_size), math.ceil(batch_size / world_size)
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.shard) / self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        for start in range(0, len(self.shard), self.batch_size):
-            yield 0, list(self.shard[start : start + self.batch_size])
-
-
-class KeyedDataset(Dataset):
-    """Fetches the batches that the samplers name, and makes all their randomness a pure function of (seed, epoch, index).
-
-    A data set with `set_epoch` and `__getitems__` returns a ready batch itself; for any other, the generators of torch, Python and numpy
-    are seeded per sample. A sample that cannot be read is named; under `--skip-corrupt` the next one that can takes its place.
-    """
-
-    def __init__(self, dataset: Dataset, args: argparse.Namespace) -> None:
-        self.dataset, self.seed, self.skip_corrupt = dataset, args.seed, args.skip_corrupt
-        self.whole_batches = hasattr(dataset, "set_epoch") and hasattr(dataset, "__getitems__")
-
-    def __getitems__(self, key: tuple[int, list[int]]) -> Any:
-        epoch, indices = key
-        if self.whole_batches:
-            self.dataset.set_epoch(epoch)
-            return self.dataset.__getitems__(indices)
-        return default_collate([self._sample(epoch, index) for index in indices])
-
-    def _sample(self, epoch: int, first: int) -> Any:
-        for index in (*range(first, len(self.dataset)), *range(first)):
-            torch.manual_seed(mix(self.seed, epoch, index))
-            random.seed(torch.initial_seed())
-            np.random.seed(torch.initial_seed() % 2**32)
-            try:
-                return self.dataset[index]
-            except OSError as error:
-                message = f"sample {index} cannot be read: {error}"
-                if not self.skip_corrupt:
-                    raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from error
-            print(f"{message}; the next one takes its place", file=sys.stderr, flush=True)
-        raise RuntimeError("no sample can be read")
-
-
-def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
-    """A loader of the sampler's batches; its workers live as long as it does and leave signals to the main process.
-
-    They start here, before this process talks to other ranks or computes: a fork copies the locks that other threads hold, not the threads.
-    """
-    keyed = KeyedDataset(dataset, args)
-    workers = args.workers
-    if workers is None:
-        workers = 0 if keyed.whole_batches else min(8, torch.get_num_threads())
-    options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
-    if workers:
-        multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
-        sampler = _Late(sampler)
-    pin = device.type != "cpu"
-    loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
-    if workers:
-        iter(loader)
-        sampler.begun = True
-    return loader
-
-
-class _Late(Sampler):
-    """Yields nothing until `begun`, and then what `sampler` yields: so that workers can start before it is known what to load."""
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self.begun = sampler, False
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.sampler) if self.begun else iter(())
-
-
-def _identity(batch: Any) -> Any:
-    return batch
-
-
-def _ignore_signals(worker: int) -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a worker that outlives its rank would hold the lock on the run's folder
-
-
-def _end_workers() -> None:
-    """Python ends what is left of the workers by SIGTERM, which they ignore, and would wait for ever."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `function` to every tensor of a nested tuple, list or dict."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [map_tensors(function, value) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a namedtuple, or not
-    raise TypeError(f"a sample holds tensors and nested tuples, lists and dicts of them, not {type(tree).__name__}")
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to the device without waiting for the copy."""
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def split_batch(batch: Any, pieces: int) -> list[Any]:
-    """Cut a rank's batch into micro-batches along the first dimension, larger ones first, as the sampler put them together."""
-    if pieces == 1:
-        return [batch]
-    return [map_tensors(lambda tensor, i=i: tensor.tensor_split(pieces)[i], batch) for i in range(pieces)]
-
-
 # ------------------------------------------------------------------------------------------------------ model and optimization
 
 
 def build_net(args: argparse.Namespace, task: types.SimpleNamespace, device: torch.device) -> nn.Module:
-    """Build the task's model on the device, from `--seed`, with `--freeze` applied."""
+    """Build the task's model on the device, from `--seed` or `--weights`, with `--freeze` applied."""
     torch.manual_seed(args.seed)
     net = task.build_model(args)
+    if args.weights not in (None, "default"):  # default: which ones, only the task knows
+        load_weights(args, net, read_tensors(args.weights))
     if frozen := freeze(args, net):
         print0(f"frozen: {frozen} of {len(list(net.parameters()))} parameter tensors")
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return net.to(device, getattr(torch, args.dtype), memory_format=memory_format)
+
+
+def read_tensors(path: str | Path) -> Any:
+    """Read a file of torch.save to the CPU. Raises almost anything if it is damaged, or holds more than tensors and plain values.
+
+    `weights_only` sees to the latter, so that no code in the file runs.
+    """
+    if zipfile.is_zipfile(path):  # as torch.save writes it since 1.6
+        with zipfile.ZipFile(path) as file:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in file.infolist()):
+                raise ValueError("compressed, which torch.save never does")  # a small file could fill the memory
+            if damaged := file.testzip():  # torch.load does not look at the checksums that torch.save wrote
+                raise ValueError(f"checksum of {damaged} is wrong")
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def load_weights(args: argparse.Namespace, net: nn.Module, weights: Any) -> None:
+    """Load what fits of a state dict, or of a checkpoint with one, and name what does not. Raises UsageError if nothing does."""
+    weights = weights.get("model", weights.get("state_dict", weights)) if isinstance(weights, dict) else {}
+    own, given = net.state_dict(), {}
+    for name, value in weights.items():
+        given[re.sub(r"^(module\.|_orig_mod\.)+", "", str(name))] = value  # of DistributedDataParallel and torch.compile
+    fitting = {name: value for name, value in given.items() if name in own and getattr(value, "shape", None) == own[name].shape}
+    if not fitting:
+        raise UsageError(f"--weights {args.weights}: nothing in it fits the model, whose tensors are {', '.join(list(own)[:5])}, ...")
+    net.load_state_dict(fitting, strict=False)
+    print0(f"weights: {len(fitting)} of the model's {len(own)} tensors are from {args.weights}")
+    for name in [name for name in own if name not in fitting]:
+        other = f"{list(given[name].shape)} in the file" if isinstance(given.get(name), Tensor) else "not in the file"
+        print0(f"weights: not loaded: {name} {list(own[name].shape)}, {other}")
+    if extra := [name for name in given if name not in own]:
+        print0(f"weights: not in the model: {', '.join(extra)}")
 
 
 def freeze(args: argparse.Namespace, net: nn.Module) -> int:
@@ -355,6 +220,15 @@ def freeze(args: argparse.Namespace, net: nn.Module) -> int:
     if frozen == len(parameters):
         raise UsageError(f"--freeze {' '.join(args.freeze)}: nothing is left to train")
     return frozen
+
+
+def train_mode(model: nn.Module) -> None:
+    """Put the model into training mode, all but BatchNorm whose parameters are frozen: it keeps its statistics."""
+    model.train()
+    for module in model.modules():
+        parameters = list(module.parameters()) if isinstance(module, nn.modules.batchnorm._NormBase) else []
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
 
 
 def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
@@ -507,6 +381,29 @@ class Meter:
         names, sums = self._sums()
         *totals, count = reduce_value(sums, average=False).tolist()
         return {**{name: total / count for name, total in zip(names, totals)}, "count": int(count)}
+
+
+@torch.no_grad()
+def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
+    """Estimate BatchNorm's statistics for an SWA average, whose activations are those of no network in training, over the epoch's data.
+
+    Call it before the evaluation; without SWA it does nothing. `model` is the averaged network, or its replicas.
+    """
+    if run.args.average != "swa" or not run.state.average.n_averaged:
+        return
+    train_mode(model)
+    norms = [(norm, norm.momentum) for norm in model.modules() if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.training]
+    for norm, _ in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a mean over all batches
+    run.sampler.set_position(run.state.epoch, 0)
+    seed_rng(run.args.seed, run.state.global_step, 0, dist.get_rank() if is_distributed() else 0)  # dropout is at work
+    for batch in loader if norms else ():
+        for inputs, _ in split_batch(to_device(batch, run.device), run.args.accum_steps):  # what BatchNorm has seen in training
+            with autocast(run.args, run.device):
+                model(inputs)
+    for norm, momentum in norms:
+        norm.momentum = momentum
 
 
 def build_average(args: argparse.Namespace, net: nn.Module) -> AveragedModel | NoAverage:

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import options
-from options import Stopped, UsageError
+from options import Stopped, UsageError, check_run, parse_args
 
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}  # they stop a run, which after saving ends with this code
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
@@ -111,7 +110,7 @@ def announce_end(code: int, message: str, by_all: bool = True) -> int:
         with contextlib.suppress(FileExistsError), open(path, "x") as file:  # the first word counts
             file.write(f"{code} {message}\n")
     elif message and (is_rank0() or not by_all):
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.__stderr__, flush=True)  # even while check_run is silent
     return 0 if path and by_all else code
 
 
@@ -324,7 +323,7 @@ def earlier_failure() -> str:
 def main() -> int:
     world_size, argv = int(sys.argv[1]), sys.argv[2:]
     sys.argv[0] = str(Path(__file__).with_name("train_ddp.py"))
-    options.main("ddp", world_size, argv)  # here, before any process is started
+    check_run(parse_args("ddp", argv, world_size))  # here, before any process is started
     return torchrun(world_size, argv)
 
 

@@ -1,7 +1,4 @@
-"""The command line of the four scripts: one list of options, and every check that can be made before a process is started.
-
-`python options.py MODE N [options]` checks a command line and starts nothing; `run.sh` calls it before it starts N processes.
-"""
+"""The command line of the four scripts: one list of options, and every check that can be made before a run begins."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import inspect
+import io
 import math
 import os
 import re
@@ -66,6 +64,15 @@ def filled(text: str) -> str:
     return text
 
 
+class Once(argparse.Action):
+    """Stores a value that may be said twice, but not in two ways, as in `run.sh spawn 2 --nproc 3`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, args: argparse.Namespace, value: Any, option: str | None = None) -> None:
+        if getattr(args, self.dest) not in (None, value):
+            raise UsageError(f"{option} {value} contradicts {getattr(args, self.dest)}, which N of run.sh, or {option} before, has said")
+        setattr(args, self.dest, value)
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows a default only where there is one, and once."""
 
@@ -94,6 +101,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group.add_argument("--data-dir", type=filled, metavar="DIR", help="where the data set's files are; digits and synthetic need none")
     group.add_argument("--download", **boolean, help="fetch the data set into --data-dir where it is missing")
     group.add_argument("--skip-corrupt", **boolean, help="take the next sample in place of one that cannot be read; else the run ends")
+    group.add_argument("--balanced", **boolean, help="draw the samples of an epoch with replacement, from each class equally often")
     group.add_argument("--image-size", type=number(int, 8), metavar="N", help="side of the square images of imagefolder and synthetic")
     group.add_argument(
         "--workers", type=whole, metavar="N", help="loader processes per device (default: 0 for data in memory, else its cores)"
@@ -102,6 +110,9 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", type=filled, default="digitnet", metavar="NAME", help="digitnet, resnet9, or any torchvision classification model"
+    )
+    group.add_argument(
+        "--weights", type=filled, metavar="FILE|default", help="start from these, as far as they fit; default: torchvision's for --model"
     )
     group.add_argument(
         "--freeze", type=filled, nargs="+", default=[], metavar="PATTERN", help="do not train parameters with these names, as 'conv*'"
@@ -159,9 +170,10 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
         "--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS
     )  # old launchers pass it; LOCAL_RANK is read instead
     if mode == "dp":
-        group.add_argument("--replicas", type=positive, metavar="N", help="devices (default: all accelerators, or 2 on CPU)")
+        group.add_argument("--replicas", type=positive, action=Once, metavar="N", help="devices (default: all accelerators, or 2 on CPU)")
     if mode == "spawn":
-        group.add_argument("--nproc", type=positive, metavar="N", help="processes on this machine (default: all accelerators, or 2 on CPU)")
+        text = "processes on this machine (default: all accelerators, or 2 on CPU)"
+        group.add_argument("--nproc", type=positive, action=Once, metavar="N", help=text)
         group.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines")
         group.add_argument("--node-rank", type=whole, default=0, metavar="N", help="number of this machine")
         group.add_argument("--dist-url", type=filled, metavar="tcp://HOST:PORT", help="where the machine with --node-rank 0 listens")
@@ -240,7 +252,7 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
             raise UsageError(f"--dist-url {args.dist_url}: must be tcp://HOST:PORT with a port of 1 to 65535, as tcp://10.0.0.1:29500")
     if mode == "spawn" and args.node_rank >= args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
-    for option in ("data_dir", "task", "resume", "output_dir"):
+    for option in ("data_dir", "task", "weights", "resume", "output_dir"):
         try:
             Path(getattr(args, option) or "").exists()
         except OSError as error:  # a name too long, a folder that may not be read
@@ -250,6 +262,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
             raise UsageError(f"--dataset {args.dataset} needs --data-dir, the folder with its files")
         if not args.download and not Path(args.data_dir).is_dir():
             raise UsageError(f"--data-dir {args.data_dir}: no such folder")
+    if args.weights not in (None, "default") and not Path(args.weights).is_file():
+        raise UsageError(f"--weights {args.weights}: {'is a folder; name a file in it' if Path(args.weights).is_dir() else 'no such file'}")
     if args.eval_only and not args.resume:
         raise UsageError("--eval-only needs --resume FILE, the checkpoint to evaluate")
     if args.resume == "auto" and not args.output_dir:
@@ -324,9 +338,25 @@ def resolve_device_type(name: str) -> str:
 
 
 def check_run(args: argparse.Namespace) -> None:
-    """Raise UsageError for what else would only be found after processes were started: a bad task, data set, model or checkpoint."""
+    """Raise UsageError for what else would only be found when the run has begun: a bad task, data set, model or checkpoint.
+
+    Leaves no trace: no random number is drawn from the run's generator, and no thread is started, whose locks the forks of loader
+    workers would copy. What it finds right is not reported; the run will.
+    """
+    if "LAUNCH_MEETING_FILE" in os.environ:
+        return  # launch.py did it before it started this rank
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            _check_run(args)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _check_run(args: argparse.Namespace) -> None:
     from checkpoint import find_checkpoint  # they need this module
-    from common import GlobalBatchSampler, ShardSampler, freeze
+    from common import GlobalBatchSampler, ShardSampler, freeze, load_weights, read_tensors
     from launch import check_address
 
     if args.output_dir:
@@ -337,7 +367,7 @@ def check_run(args: argparse.Namespace) -> None:
     with named(f"--task {args.task}: build_datasets", args.task):
         train, held_out = task.build_datasets(args)
         lengths = len(train), len(held_out)
-    GlobalBatchSampler(lengths[0], args.batch_size, args.seed)  # the samplers know what they need
+    GlobalBatchSampler(args, train)  # the samplers know what they need
     ShardSampler(lengths[1], args.batch_size)
     with named(where := f"--task {args.task}: build_model", args.task):
         torch.manual_seed(args.seed)
@@ -345,6 +375,9 @@ def check_run(args: argparse.Namespace) -> None:
         if not isinstance(net, nn.Module) or not list(net.parameters()):
             raise UsageError(f"{where} must return an nn.Module with parameters, got {type(net).__name__}")
         freeze(args, net)
+    if args.weights not in (None, "default"):
+        with named(f"--weights {args.weights}: damaged, or not a file of weights"):
+            load_weights(args, net, read_tensors(args.weights))
     with named(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, lengths[0])
     if checkpoint:
@@ -404,22 +437,3 @@ def check_folder(name: str) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"--output-dir {name}: {folder} is {'read-only' if folder.is_dir() else 'not a folder'}; choose another one")
-
-
-def main(mode: str, devices: int, argv: list[str]) -> None:
-    option = {"dp": "replicas", "spawn": "nproc"}.get(mode)
-    args = parse_args(mode, [f"--{option}", str(devices), *argv] if option else argv, devices)
-    if option and getattr(args, option) != devices:
-        raise UsageError(f"--{option} {getattr(args, option)} contradicts N = {devices}; use: bash run.sh {mode} {getattr(args, option)}")
-    check_run(args)
-
-
-if __name__ == "__main__":
-    import options  # once more, under the name by which the errors of others know it
-
-    try:
-        options.main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
-    except options.Stopped as stop:
-        sys.exit(stop.code)
-    except options.UsageError as problem:
-        sys.exit(print(f"train_{sys.argv[1]}.py: error: {problem}", file=sys.stderr) or 2)

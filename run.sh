@@ -49,7 +49,7 @@ case $mode in
 esac
 
 for option; do
-  [[ $option != --help && $option != -h ]] || exec "$python" "$here/options.py" "$mode" 1 --help
+  [[ $option != --help && $option != -h ]] || exec "$python" "$here/train_$mode.py" --help
 done
 devices=1
 if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to be N
@@ -62,7 +62,6 @@ fi
 cores=$(nproc) # processes with all the cores each would fight for them
 [[ $mode == single || $mode == dp ]] || cores=$((cores / devices))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
-[[ $mode == ddp ]] || "$python" "$here/options.py" "$mode" "$devices" "$@" # refuses bad input; launch.py does so itself
 case $mode in
   single) exec "$python" "$here/train_single.py" "$@" ;;
   dp) exec "$python" "$here/train_dp.py" --replicas "$devices" "$@" ;;

@@ -13,6 +13,7 @@ Losses and metrics are per sample because sums of those are exact however a batc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 from pathlib import Path
@@ -50,29 +51,30 @@ class ImagesInMemory(Dataset):
     """
 
     def __init__(self, images: Tensor, labels: Tensor, *, shift: int = 0, flip: bool = False, seed: int = 0) -> None:
-        height, width = images.shape[-2:]
         padded = F.pad(images, (shift,) * 4) if shift else images
-        self.windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view [N, C, 2 shift + 1, 2 shift + 1, H, W]
-        self.labels, self.shift, self.flip, self.seed, self.epoch = labels, shift, flip, seed, 0
+        # A view [N, C, 2 shift + 1, 2 shift + 1, H, W]; numpy, which copies whole rows where torch's indexing goes pixel by pixel
+        self.windows = np.lib.stride_tricks.sliding_window_view(padded.numpy(), tuple(images.shape[-2:]), axis=(2, 3))
+        self.targets, self.shift, self.flip, self.seed, self.epoch = labels, shift, flip, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         images, labels = self.__getitems__([index])
         return images[0], labels[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.as_tensor(indices)
-        draws = torch.from_numpy(common.keyed_uniform(self.seed, self.epoch, index.numpy(), 3))
-        rows, columns = (draws[:, :2] * (2 * self.shift + 1)).long().unbind(1)
+        index = np.asarray(indices)
+        draws = common.keyed_uniform(self.seed, self.epoch, index, 3)
+        rows, columns = (draws[:, :2] * (2 * self.shift + 1)).astype(int).T
         images = self.windows[index, :, rows, columns]
         if self.flip:
-            images = torch.where((draws[:, 2] < 0.5).view(-1, 1, 1, 1), images.flip(-1), images)
-        return images, self.labels[index]
+            mirrored = draws[:, 2] < 0.5
+            images[mirrored] = images[mirrored, ..., ::-1]
+        return torch.from_numpy(images), self.targets[index]
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -101,7 +103,8 @@ def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     sets = []
     for train in (True, False):
         try:
-            source = getattr(datasets, TORCHVISION_CLASS[args.dataset])(args.data_dir, train=train, download=args.download)
+            with common.one_at_a_time(args.data_dir) if args.download else contextlib.nullcontext():
+                source = getattr(datasets, TORCHVISION_CLASS[args.dataset])(args.data_dir, train=train, download=args.download)
         except RuntimeError as error:
             raise common.UsageError(f"--data-dir {args.data_dir}: no {args.dataset} here; --download fetches it ({error})") from error
         images = torch.as_tensor(source.data)
@@ -199,10 +202,12 @@ BUILT_IN = {"digitnet": DigitNet, "resnet9": ResNet9}
 
 def build_model(args: argparse.Namespace) -> nn.Module:
     """Return `--model` for `--dataset`; it takes uint8 images and normalises them on its own device: a quarter of the bytes to move."""
-    channels, _, classes, mean, std = DATASETS[args.dataset]
+    channels, size, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
         classes = sum(folder.is_dir() for folder in (Path(args.data_dir) / "train").iterdir())
     if args.model in BUILT_IN:
+        if args.weights == "default":
+            raise common.UsageError(f"--weights default: torchvision has none for {args.model}; name a file")
         model = BUILT_IN[args.model](channels, classes)
     else:
         from torchvision import models
@@ -215,6 +220,10 @@ def build_model(args: argparse.Namespace) -> nn.Module:
             )
         one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
         model = models.get_model(args.model, weights=None, num_classes=classes, **one_output)
+        if args.weights == "default":
+            common.load_weights(args, model, models.get_model_weights(args.model).DEFAULT.get_state_dict(check_hash=True))
+        if (args.image_size or size) < 64:
+            common.print0(f"note: {args.model} is made for 224 pixels and loses most of smaller images in its first layers; see resnet9")
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=getattr(torch, args.dtype)))
     return model
 

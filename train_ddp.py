@@ -23,7 +23,7 @@ def sync_on_last(model: nn.Module, micro_batches: list):  # the gradients of all
 
 def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, state: State, run: Run) -> None:
     """Train from `state.step` to the end of the epoch; one batch of the loader is one optimizer step."""
-    model.train()
+    common.train_mode(model)
     for batch in run.batches(loader):
         for i, (inputs, targets) in enumerate(sync_on_last(model, common.split_batch(batch, args.accum_steps))):
             common.seed_rng(args.seed, state.global_step, i, dist.get_rank())  # every rank drops other units
@@ -56,12 +56,13 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
 @record  # torchrun then shows the traceback of the rank that failed first
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("ddp", argv)
+    common.check_run(args)
     rank, local_rank, world_size = common.launcher_ranks()  # from torchrun's environment
     device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
     task = common.load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed, rank, world_size, args.accum_steps)  # a piece
+    train_sampler = common.GlobalBatchSampler(args, train_set, rank, world_size)  # a piece
     val_sampler = common.ShardSampler(len(val_set), args.batch_size // args.accum_steps, rank, world_size)  # unpadded
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
@@ -85,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
+        common.update_bn(run, state.averaged(), train_loader)  # of an SWA average
         common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()

@@ -14,7 +14,7 @@ from replicas import DataParallel, WithLoss
 
 def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, state: State, run: Run) -> None:
     """Train from `state.step` to the end of the epoch; one batch of the loader is one optimizer step."""
-    model.train()
+    common.train_mode(model)
     for batch in run.batches(loader):
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             common.seed_rng(args.seed, state.global_step, i)
@@ -46,11 +46,12 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
 
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("dp", argv)
+    common.check_run(args)
     device = common.set_up_device(args)
     task = common.load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    train_sampler = common.GlobalBatchSampler(len(train_set), args.batch_size, args.seed)
+    train_sampler = common.GlobalBatchSampler(args, train_set)
     val_sampler = common.ShardSampler(len(val_set), args.batch_size // args.accum_steps)
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
+        common.update_bn(run, DataParallel(state.averaged(), args.replicas, device), train_loader)  # of an SWA average
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()
 

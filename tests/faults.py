@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from launches import ROOT, Launch, marked, send
 
-import common
+import loading
 
 EPOCHS, BATCH, SAMPLES = 6, 15, 203
 STEPS = SAMPLES // BATCH
@@ -391,7 +391,7 @@ class Trial:
 
 def sample_at(epoch: int, place: int) -> str:
     """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(common.mix(0, epoch)))  # as GlobalBatchSampler draws it
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(loading.mix(0, epoch)))  # as GlobalBatchSampler draws it
     return f"{epoch}:{order[place]}"
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -234,6 +235,18 @@ def compare(result: Result, reference: Result) -> dict[str, float]:
         "losses": worst([(a["loss"], b["loss"]) for a, b in zip(result.train_lines(), reference.train_lines())]),
         "evaluation": worst([(a[name], b[name]) for a, b in zip(ours, theirs) for name in names]),
     }
+
+
+def make_sampler(length: int, batch_size: int, rank: int = 0, world_size: int = 1, accum_steps: int = 1, **options: Any):
+    """A GlobalBatchSampler over so many samples, by default with seed 0."""
+    args = Namespace(**{"batch_size": batch_size, "accum_steps": accum_steps, "seed": 0, "balanced": False, **options})
+    return common.GlobalBatchSampler(args, range(length), rank, world_size)
+
+
+def check(mode: str, n: int, *argv: str) -> None:
+    """Check a command line as `run.sh MODE N` would hand it on. Raises what the check raises."""
+    option = {"dp": ["--replicas", str(n)], "spawn": ["--nproc", str(n)]}.get(mode, [])
+    options.check_run(options.parse_args(mode, [*option, *argv], n))
 
 
 def make_args(mode: str = "single", *argv: str) -> Namespace:

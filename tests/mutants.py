@@ -88,7 +88,7 @@ CLIP = "        grad_norm = common.clip_grad_norm(state.net, args.clip_grad_norm
 STEP = "state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite"
 ADD = "            run.meter.add(loss=losses)\n"
 SYNC = "        common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ\n"
-SAMPLER = "len(train_set), args.batch_size, args.seed, rank, world_size, args.accum_steps)"
+SAMPLER = "common.GlobalBatchSampler(args, train_set, rank, world_size)"
 REPEAT = "    common.repeat_first_backward(args, task, model, train_set, state)  # so that a resumed run is bitwise the same\n"
 EVALUATE = "run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))"
 CONVERT = "net = convert_sync_batchnorm(net, device) if args.sync_bn else net"
@@ -100,8 +100,7 @@ for mode, two, uneven in (("ddp", f"{EQUAL}[ddp-2-1]", f"{EQUAL}[ddp-2-2]"), ("s
     mutant(f"{mode}: no wrapper", script, WRAP, "model = net\n    model.no_sync = torch.enable_grad", two)
     mutant(f"{mode}: world size missing in the loss", script, SCALED, "loss = losses.sum() / args.batch_size", two)
     mutant(f"{mode}: mean of the ranks' means", script, SCALED, "loss = losses.mean() / args.accum_steps", uneven)
-    mutant(f"{mode}: every rank trains on the whole batch", script, SAMPLER, "len(train_set), args.batch_size, args.seed)", two)
-    mutant(f"{mode}: micro-batches cut after the ranks", script, SAMPLER, SAMPLER.replace(", args.accum_steps", ""), sync_bn)
+    mutant(f"{mode}: every rank trains on the whole batch", script, SAMPLER, "common.GlobalBatchSampler(args, train_set)", two)
     mutant(f"{mode}: dropout seed without the rank", script, "state.global_step, i, dist.get_rank())", "state.global_step, i)", masks)
     mutant(f"{mode}: dropout seed without the micro-batch", script, "state.global_step, i, dist", "state.global_step, 0, dist", masks)
     mutant(f"{mode}: dropout seed repeats every epoch", script, "args.seed, state.global_step, i", "args.seed, state.step, i", masks)
@@ -145,7 +144,7 @@ mutant("spawn: --timeout not handed on", "train_spawn", "common.timeout(args), w
        "survivors::test_timeout_reaches_the_process_group[spawn-2]")
 mutant("spawn: local rank for rank", "train_spawn", "args.node_rank * args.nproc + local_rank, args", "local_rank, args",
        LAST + "40_two_launchers_are_one_job")
-mutant("spawn: arguments checked after the start", "train_spawn", "    common.check_run(args)  # here, before any process is started\n", "",
+mutant("spawn: arguments checked after the start", "train_spawn", "    common.check_run(args)\n", "",
        "survivors::test_spawn_checks_before_it_starts_a_process")
 
 PLAIN = "loss = losses.sum() / args.batch_size"
@@ -160,7 +159,7 @@ for mode, n in (("single", 1), ("dp", 2)):
     mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, CLIP + UNSCALE,
            "survivors::test_loss_scale_leaves_no_trace[" + f"{mode}-{n}]")
     mutant(f"{mode}: unscale_ missing", script, UNSCALE, "", f"survivors::test_loss_scale_leaves_no_trace[{mode}-{n}]")
-    mutant(f"{mode}: model stays in evaluation mode", script, "    model.train()\n", "", masks)
+    mutant(f"{mode}: model stays in evaluation mode", script, "    common.train_mode(model)\n", "", masks)
     mutant(f"{mode}: model evaluated in training mode", script, "    model.eval()\n", "", masks)
 
 mutant("single: schedule stepped per micro-batch", "train_single", ADD, ADD + "            state.scheduler.step()\n", f"{LR}[constant]")
@@ -177,47 +176,47 @@ mutant("dp: evaluates the weights, not their average", "train_dp", EVALUATE, EVA
 
 # --------------------------------------------------------------------------------------------------------- common.py: samplers
 
-mutant("order: the same every epoch", "common", "manual_seed(mix(self.seed, self.epoch))", "manual_seed(mix(self.seed, 0))", ORDER)
-mutant("order: without the seed", "common", "manual_seed(mix(self.seed, self.epoch))", "manual_seed(mix(0, self.epoch))", ORDER)
-mutant("sampler: a resumed epoch starts anew", "common", "self.epoch, self.step = epoch, step", "self.epoch, self.step = epoch, 0",
+mutant("order: the same every epoch", "loading", "manual_seed(mix(self.seed, self.epoch))", "manual_seed(mix(self.seed, 0))", ORDER)
+mutant("order: without the seed", "loading", "manual_seed(mix(self.seed, self.epoch))", "manual_seed(mix(0, self.epoch))", ORDER)
+mutant("sampler: a resumed epoch starts anew", "loading", "self.epoch, self.step = epoch, step", "self.epoch, self.step = epoch, 0",
        "sampling::test_resuming_at_any_step_yields_exactly_the_rest[1]")
-mutant("sampler: all ranks take the same piece", "common", "tensor_split(self.world_size)[self.rank] for",
+mutant("sampler: all ranks take the same piece", "loading", "tensor_split(self.world_size)[self.rank] for",
        "tensor_split(self.world_size)[0] for", PIECES)
-mutant("sampler: strided pieces", "common", "piece.tensor_split(self.world_size)[self.rank] for", "piece[self.rank :: self.world_size] for",
-       PIECES)
-mutant("sampler: torch.chunk, which may leave a rank without samples", "common", "piece.tensor_split(self.world_size)[self.rank] for",
+mutant("sampler: strided pieces", "loading", "piece.tensor_split(self.world_size)[self.rank] for",
+       "piece[self.rank :: self.world_size] for", PIECES)
+mutant("sampler: torch.chunk, which may leave a rank without samples", "loading", "piece.tensor_split(self.world_size)[self.rank] for",
        "(*piece.chunk(self.world_size), *[piece[:0]] * self.world_size)[self.rank] for",
        "sampling::test_pieces_of_all_ranks_partition_each_global_batch[4]")
-mutant("sampler: micro-batches cut after the ranks", "common", "for piece in global_batch.tensor_split(self.accum_steps)]",
+mutant("sampler: micro-batches cut after the ranks", "loading", "for piece in global_batch.tensor_split(self.accum_steps)]",
        "for piece in [global_batch]]", "sampling::test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
-mutant("sampler: the ragged tail is kept", "common", "accum_steps, length // batch_size", "accum_steps, math.ceil(length / batch_size)",
-       PIECES)
-mutant("sampler: an empty epoch is accepted", "common", "if batch_size > length:", "if False:",
+mutant("sampler: the ragged tail is kept", "loading", "steps_per_epoch = length // batch_size",
+       "steps_per_epoch = math.ceil(length / batch_size)", PIECES)
+mutant("sampler: an empty epoch is accepted", "loading", "if batch_size > length:", "if False:",
        "sampling::test_empty_epoch_is_an_error_that_names_both_numbers")
-mutant("evaluation: shards padded to the same length", "common", "range(rank, length, world_size), math.ceil(batch_size",
+mutant("evaluation: shards padded to the same length", "loading", "range(rank, length, world_size), math.ceil(batch_size",
        "[i % length for i in range(rank, -(-length // world_size) * world_size, world_size)], math.ceil(batch_size", SHARDS)
-mutant("evaluation: every rank starts at sample 0", "common", "range(rank, length, world_size), math",
+mutant("evaluation: every rank starts at sample 0", "loading", "range(rank, length, world_size), math",
        "range(0, length, world_size), math", SHARDS)
-mutant("evaluation: the last batch is dropped", "common", "range(0, len(self.shard), self.batch_size):",
+mutant("evaluation: the last batch is dropped", "loading", "range(0, len(self.shard), self.batch_size):",
        "range(0, len(self.shard) - self.batch_size + 1, self.batch_size):", SHARDS)
-mutant("augmentation: no seed per sample", "common", "torch.manual_seed(mix(self.seed, epoch, index))", "pass",
+mutant("augmentation: no seed per sample", "loading", "torch.manual_seed(mix(self.seed, epoch, index))", "pass",
        f"{AUGMENTED}[3-1-0-per sample]")
-mutant("augmentation: per-sample seed without the epoch", "common", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)",
+mutant("augmentation: per-sample seed without the epoch", "loading", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)",
        f"{AUGMENTED}[0-3-0-per sample]")
-mutant("augmentation: per-sample seed without the index", "common", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, 0)",
+mutant("augmentation: per-sample seed without the index", "loading", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, 0)",
        ONE + "08_augmentation_differs_between_workers_and_epochs")
-mutant("augmentation: set_epoch forgotten", "common", "self.dataset.set_epoch(epoch)", "pass", f"{AUGMENTED}[0-3-0-in memory]")
-mutant("augmentation: draws without the seed", "common", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(0, epoch))",
+mutant("augmentation: set_epoch forgotten", "loading", "self.dataset.set_epoch(epoch)", "pass", f"{AUGMENTED}[0-3-0-in memory]")
+mutant("augmentation: draws without the seed", "loading", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(0, epoch))",
        UNIFORM)
-mutant("augmentation: draws without the epoch", "common", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(seed, 0))",
+mutant("augmentation: draws without the epoch", "loading", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(seed, 0))",
        UNIFORM)
-mutant("augmentation: draws without the index", "common", "keys, np.arange(draws", "np.zeros_like(keys), np.arange(draws", UNIFORM)
-mutant("loader: workers started anew every epoch", "common", '{"persistent_workers": True, ', "{",
+mutant("augmentation: draws without the index", "loading", "keys, np.arange(draws", "np.zeros_like(keys), np.arange(draws", UNIFORM)
+mutant("loader: workers started anew every epoch", "loading", '{"persistent_workers": True, ', "{",
        LAST + "38_workers_stay_and_cores_are_divided")
-mutant("loader: workers do not ignore signals", "common", "signal.signal(number, signal.SIG_IGN)", "pass", ONE + "11_sigterm_saves[2]")
-mutant("loader: workers not ended at exit", "common", "multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)", "pass",
+mutant("loader: workers do not ignore signals", "loading", "signal.signal(number, signal.SIG_IGN)", "pass", ONE + "11_sigterm_saves[2]")
+mutant("loader: workers not ended at exit", "loading", "multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)", "pass",
        ONE + "06_error_with_loader_workers_ends_the_process")
-mutant("split_batch: strided micro-batches", "common", "tensor.tensor_split(pieces)[i]", "tensor[i::pieces]",
+mutant("split_batch: strided micro-batches", "loading", "tensor.tensor_split(pieces)[i]", "tensor[i::pieces]",
        "sampling::test_split_batch_cuts_nested_targets_along_the_first_dimension[2]")
 
 # ------------------------------------------------------------------------------------------- common.py: reductions, optimization
@@ -242,11 +241,11 @@ mutant("first backward: buffers keep a trace", "common", "buffer.copy_(before)",
 mutant("first backward: gradients stay", "common", "    model.zero_grad(set_to_none=True)\n", "", f"{BITWISE}[ddp-2-9]")
 mutant("compression: bf16 sent as fp16", "common", 'f"{args.grad_compress}_compress_hook"', '"fp16_compress_hook"',
        "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]")
-mutant("seed_rng: without the step", "common", "mix(seed, step, micro_batch) %", "mix(seed, micro_batch) %",
+mutant("seed_rng: without the step", "loading", "mix(seed, step, micro_batch) %", "mix(seed, micro_batch) %",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
-mutant("seed_rng: without the rank", "common", "% 2**63 + rank)", "% 2**63)",
+mutant("seed_rng: without the rank", "loading", "% 2**63 + rank)", "% 2**63)",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
-mutant("seed_rng: without the seed", "common", "mix(seed, step, micro_batch) %", "mix(0, step, micro_batch) %",
+mutant("seed_rng: without the seed", "loading", "mix(seed, step, micro_batch) %", "mix(0, step, micro_batch) %",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
 mutant("model: initial weights without the seed", "common", "    torch.manual_seed(args.seed)\n    net =", "    net =",
        "survivors::test_seed_decides_the_initial_weights")
@@ -327,10 +326,10 @@ mutant("save: best.pt is the last", "checkpoint",
        "survivors::test_best_is_not_the_last")
 mutant("save: best.pt is the worst", "checkpoint", "or score > state.best)\n", "or score < state.best)\n",
        "checkpoint::test_best_and_kept_checkpoints")
-mutant("load: runs code in the file", "checkpoint", "weights_only=True)", "weights_only=False)",
+mutant("load: runs code in the file", "common", "weights_only=True)", "weights_only=False)",
        "checkpoint::test_hostile_pickle_is_refused_and_does_not_run")
-mutant("load: checksums not tested", "checkpoint", "damaged := file.testzip()", "damaged := None", f"{DAMAGED}[flipped]")
-mutant("load: to the device that saved it", "checkpoint", 'map_location="cpu", ', "", MANY + "17_device_is_chosen_before_anything_else")
+mutant("load: checksums not tested", "common", "damaged := file.testzip()", "damaged := None", f"{DAMAGED}[flipped]")
+mutant("load: to the device that saved it", "common", 'map_location="cpu", ', "", MANY + "17_device_is_chosen_before_anything_else")
 mutant("load: format not looked at", "checkpoint", 'or checkpoint.get("format") != FORMAT', "",
        "survivors::test_checkpoint_of_another_format_is_refused")
 mutant("resume: no fallback to previous.pt", "checkpoint", 'for name in ("last.pt", "previous.pt")', 'for name in ("last.pt",)',
@@ -467,7 +466,7 @@ mutant("launch: ranks meet where dead ones did", "launch", "file://{file}-{os.en
        f"{ENDINGS}ranks_meet_in_a_file_of_their_own_after_a_restart")
 mutant("launch: ranks of one machine listen to all", "launch", 'os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")', "pass",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
-mutant("launch: options checked by the ranks", "launch", '    options.main("ddp", world_size, argv)', "    pass",
+mutant("launch: options checked by the ranks", "launch", '    check_run(parse_args("ddp", argv, world_size))', "    pass",
        "cli::test_bad_command_line_ends_with_code_2_and_one_line[run.sh ddp 08 --batch-size 7 --device cpu-]")
 mutant("launch: torchrun listens to all", "launch", "[*meet, *name, \"--max", '["--standalone", "--max',
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-0-15]")
@@ -484,7 +483,7 @@ mutant("load: values not looked at", "checkpoint", "    wrong = [name", "    wro
        f"{REFUSED}[single-1 --resume TMP/format.pt]")
 mutant("load: negative positions", "checkpoint", "if kind is int and checkpoint[name] < 0]", "if False]",
        f"{REFUSED}[single-1 --resume TMP/negative.pt]")
-mutant("load: a compressed file may fill the memory", "checkpoint", "member.compress_type != zipfile.ZIP_STORED", "False",
+mutant("load: a compressed file may fill the memory", "common", "member.compress_type != zipfile.ZIP_STORED", "False",
        "security::test_compressed_file_is_refused_unread")
 mutant("log: a foreign line ends the run", "checkpoint", "except (ValueError, KeyError, TypeError):", "except ValueError:",
        "checkpoint::test_line_of_another_program_in_the_log_is_cut_off")
@@ -494,16 +493,16 @@ mutant("scaler: BatchNorm goes back to before the resume", "common", "self._keep
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIPPED_IN_A_ROW,", "self.in_a_row < 99,",
        f"{ENDINGS}ten_skipped_steps_in_a_row_are_remembered")
-mutant("data: --skip-corrupt ignored", "common", "if not self.skip_corrupt:", "if True:",
+mutant("data: --skip-corrupt ignored", "loading", "if not self.skip_corrupt:", "if True:",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
-mutant("data: the replacement is drawn as the broken one", "common", "torch.manual_seed(mix(self.seed, epoch, index))",
+mutant("data: the replacement is drawn as the broken one", "loading", "torch.manual_seed(mix(self.seed, epoch, index))",
        "torch.manual_seed(mix(self.seed, epoch, first))",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("data: a broken file is not named", "task", 'raise OSError(f"{path}: {error}") from error', "raise",
        f"{ENDINGS}broken_image_file_is_named")
-mutant("workers: start when the ranks have met", "common", "        iter(loader)\n", "        pass\n",
+mutant("workers: start when the ranks have met", "loading", "        iter(loader)\n", "        pass\n",
        f"{ENDINGS}workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")
-mutant("workers: load what is not wanted", "common", "        sampler = _Late(sampler)\n", "        sampler.begun = True\n",
+mutant("workers: load what is not wanted", "loading", "        sampler = _Late(sampler)\n", "        sampler.begun = True\n",
        f"{ENDINGS}workers_load_nothing_that_a_resumed_run_skips")
 mutant("launch: SIGUSR1 unknown to torchrun", "launch", "signal.signal(signal.SIGUSR1, hand_on)", "pass",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
@@ -564,7 +563,7 @@ mutant("sync-bn: statistics of the batch in evaluation", "replicas", "if not sel
 
 mutant("task: augmentation without the epoch", "task", "common.keyed_uniform(self.seed, self.epoch,", "common.keyed_uniform(self.seed, 0,",
        f"{AUGMENTED}[0-3-0-in memory]")
-mutant("task: augmentation by the place in the batch", "task", "index.numpy(), 3)", "np.arange(len(index)), 3)",
+mutant("task: augmentation by the place in the batch", "task", "self.epoch, index, 3)", "self.epoch, np.arange(len(index)), 3)",
        f"{AUGMENTED}[0-3-0-in memory]")
 mutant("task: augmentation without the seed", "task", "shift=1, seed=args.seed)", "shift=1)",
        "survivors::test_default_task_augments_by_the_seed_and_only_in_training")
@@ -575,7 +574,7 @@ mutant("task: trained on held-out images", "task", "ImagesInMemory(images[:1437]
 mutant("task: label smoothing ignored", "task", ", label_smoothing=label_smoothing)", ")",
        "survivors::test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "survivors::test_metrics_of_the_default_task")
-mutant("task: shift to one side only", "task", "(2 * self.shift + 1)).long()", "(self.shift + 1)).long()",
+mutant("task: shift to one side only", "task", "(2 * self.shift + 1)).astype(int)", "(self.shift + 1)).astype(int)",
        "sampling::test_shift_moves_the_image_by_at_most_one_pixel")
 
 # fmt: on

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT
+from harness import ROOT, check
 
 import checkpoint
 import options
@@ -189,8 +189,8 @@ CASES = [
     ("single", 1, "--output-dir TMP/closed/run", "--output-dir TMP/closed/run: TMP/closed is read-only"),
     ("single", 1, "--compile yes", "unrecognized arguments: yes"),
     ("single", 1, "--compile=yes", "--compile/--no-compile: ignored explicit argument 'yes'"),
-    ("dp", 2, "--replicas 3", "--replicas 3 contradicts N = 2; use: bash run.sh dp 3"),
-    ("spawn", 2, "--nproc 3", "--nproc 3 contradicts N = 2; use: bash run.sh spawn 3"),
+    ("dp", 2, "--replicas 3", "--replicas 3 contradicts 2, which N of run.sh"),
+    ("spawn", 2, "--nproc 3", "--nproc 3 contradicts 2, which N of run.sh"),
     ("spawn", 2, "--replicas 2", "unrecognized arguments: --replicas 2"),
     ("ddp", 2, "--nproc 2", "unrecognized arguments: --nproc 2"),
     ("spawn", 2, "--dist-url tcp://localhost:99999", "--dist-url tcp://localhost:99999: must be tcp://HOST:PORT with a port of 1 to 65535"),
@@ -310,7 +310,7 @@ def test_bad_input_is_refused_by_name(mode, n, arguments, message, folder, monke
     before = contents(folder)
     argv = [part.replace("TMP", str(folder)) for part in arguments.split()]
     with pytest.raises(options.UsageError) as error:
-        options.main(mode, n, argv)
+        check(mode, n, *argv)
     given = re.sub(r"line \d+(?=: FileNotFoundError: (?:Could|Found))", "line LINE", str(error.value))  # a line of task.py
     assert message.replace("TMP", str(folder)) in given
     assert "\n" not in str(error.value), "one line"
@@ -421,7 +421,7 @@ def test_model_that_only_the_accelerator_can_run_is_not_refused(folder, monkeypa
 )
 def test_unusual_but_good_input_is_accepted(arguments, folder, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
-    options.main("single", 1, [part.replace("TMP", str(folder)) for part in arguments.split()])
+    check("single", 1, *(part.replace("TMP", str(folder)) for part in arguments.split()))
     assert not (folder / "new").exists(), "a check writes nothing"
 
 

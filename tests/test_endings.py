@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TASKS, make_args, run_processes, train
+from harness import TASKS, make_args, make_sampler, run_processes, train
 from pitfalls import BASE, Patches, set_environment, without_speed, wrap_in_task
 from torch import nn
 
@@ -257,7 +257,7 @@ def change_task(name, change, rank):
 
 
 def fewer_samples(datasets, args):
-    datasets[0].labels = datasets[0].labels[:-1]
+    datasets[0].targets = datasets[0].targets[:-1]
     return datasets
 
 
@@ -472,7 +472,7 @@ class Noted:
 
 
 def test_workers_load_nothing_that_a_resumed_run_skips(tmp_path):
-    sampler = common.GlobalBatchSampler(40, 4, seed=0)
+    sampler = make_sampler(40, 4)
     loader = common.build_loader(make_args("single", "--workers", "1"), Noted(tmp_path / "loaded"), sampler, torch.device("cpu"))
     sampler.set_position(0, 7)
     for _ in range(2):

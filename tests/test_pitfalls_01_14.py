@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import ROOT, TASKS, deviation, in_group, make_args, run_processes, single_run, train
+from harness import ROOT, TASKS, deviation, in_group, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, after_step, ddp_run, in_process, on_rank_1, print_batches, printed, stop_after, without_speed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import checkpoint
 import common
+import loading
 import task
 import train_spawn
 
@@ -300,7 +301,7 @@ class TorchNoise(OwnGenerator):
 
 def batches_of(dataset, workers):
     args = make_args("single", "--workers", str(workers))
-    sampler = common.GlobalBatchSampler(24, 8, seed=0)
+    sampler = make_sampler(24, 8)
     loader, epochs = common.build_loader(args, dataset, sampler, CPU), []
     for epoch in (0, 1):
         sampler.set_position(epoch, 0)
@@ -316,7 +317,7 @@ class Images(Dataset):
 
     def __init__(self):
         self.images = task.build_datasets(make_args())[0]
-        self.images.labels = torch.arange(24)
+        self.images.targets = torch.arange(24)
         self.set_epoch = self.images.set_epoch
 
     def __len__(self):
@@ -501,7 +502,7 @@ def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
     assert len(before) == len(after) == 2 * 3  # three steps of each rank; nothing is loaded only to be skipped
     seen = [index for _, _, indices in before + after for index in indices]
     assert len(seen) == len(set(seen)) == 180
-    order = torch.randperm(203, generator=torch.Generator().manual_seed(common.mix(0, 1))).tolist()
+    order = torch.randperm(203, generator=torch.Generator().manual_seed(loading.mix(0, 1))).tolist()
     assert set(seen) == set(order[:180])
 
 

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, deviation, in_group, make_args, run_processes, single_run, train
+from harness import ROOT, deviation, in_group, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, ddp_run, in_process, launch, on_rank_1, printed, stop_after
 from test_pitfalls_01_14 import spawn_launcher
 from torch import nn
@@ -364,14 +364,14 @@ def test_pitfall_26_ranks_have_equally_many_batches():
     for length in range(1, 12):
         for batch_size in range(1, length + 1):
             for world_size in range(1, batch_size + 1):
-                samplers = [common.GlobalBatchSampler(length, batch_size, 0, rank, world_size) for rank in range(world_size)]
+                samplers = [make_sampler(length, batch_size, rank, world_size) for rank in range(world_size)]
                 steps = [list(sampler) for sampler in samplers]
                 assert {len(step) for step in steps} | {len(sampler) for sampler in samplers} == {length // batch_size}
                 assert all(indices for step in steps for _, indices in step)  # an empty piece would break the loss
                 trained = [i for step in steps for _, indices in step for i in indices]
                 assert len(set(trained)) == len(trained) == length // batch_size * batch_size
     with pytest.raises(common.UsageError, match=r"--batch-size 5 .*4"):
-        common.GlobalBatchSampler(4, 5, 0)  # an epoch without a step
+        make_sampler(4, 5)  # an epoch without a step
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 27

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, context, deviation, in_group, make_args, run_processes, single_run, train
+from harness import ROOT, context, deviation, in_group, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, ddp_run, in_process, launch, printed, stop_after, without_speed
 from test_pitfalls_01_14 import spawn_launcher
 from torch import nn
@@ -371,7 +371,7 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     first, second = ({pid for batch in loader for pid in batch.tolist()} for _ in range(2))
     assert len(first) == 2 and not first & second
 
-    sampler = common.GlobalBatchSampler(24, 8, seed=0)
+    sampler = make_sampler(24, 8)
     loader = common.build_loader(make_args("single", "--workers", "2"), WorkerPids(), sampler, CPU)
     pids = []
     for epoch in range(3):

@@ -3,18 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from harness import make_args
+from harness import make_args, make_sampler
 from torch.utils.data import Dataset
 
 import common
+import loading
 import task
 
 
 def batches(length, batch_size, rank=0, world_size=1, epoch=0, step=0, seed=0):
-    sampler = common.GlobalBatchSampler(length, batch_size, seed, rank, world_size)
-    sampler.set_position(epoch, step)
-    keys = list(sampler)
-    assert len(keys) == len(sampler)
+    own = make_sampler(length, batch_size, rank, world_size, seed=seed)
+    own.set_position(epoch, step)
+    keys = list(own)
+    assert len(keys) == len(own)
     assert all(key[0] == epoch for key in keys)
     return [indices for _, indices in keys]
 
@@ -39,8 +40,8 @@ def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
 def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_steps):
     """Or BatchNorm over the ranks would see other batches than one device does."""
     for batch_size in range(world_size * accum_steps, 41):
-        samplers = [common.GlobalBatchSampler(40, batch_size, 0, rank, world_size, accum_steps) for rank in range(world_size)]
-        shares = [torch.tensor(next(iter(sampler))[1]) for sampler in samplers]
+        samplers = [make_sampler(40, batch_size, rank, world_size, accum_steps) for rank in range(world_size)]
+        shares = [torch.tensor(next(iter(own))[1]) for own in samplers]
         whole = torch.tensor(batches(40, batch_size)[0])
         micro_batches = [torch.cat([common.split_batch(share, accum_steps)[i] for share in shares]) for i in range(accum_steps)]
         assert all(a.equal(b) for a, b in zip(micro_batches, whole.tensor_split(accum_steps)))
@@ -74,17 +75,17 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 def test_empty_epoch_is_an_error_that_names_both_numbers():
     with pytest.raises(common.UsageError, match=r"--batch-size 41 .*40 samples"):
-        common.GlobalBatchSampler(40, 41, 0)
+        make_sampler(40, 41)
 
 
 def test_mix_is_splitmix64_and_has_no_collisions_nearby():
-    assert common.mix(0) == 0xE220A8397B1DCDAF, "the first output of splitmix64 from state 0, as published"
-    keys = {common.mix(seed, epoch, index) for seed in range(20) for epoch in range(20) for index in range(100)}
+    assert loading.mix(0) == 0xE220A8397B1DCDAF, "the first output of splitmix64 from state 0, as published"
+    keys = {loading.mix(seed, epoch, index) for seed in range(20) for epoch in range(20) for index in range(100)}
     assert len(keys) == 40_000
-    scalars = [common.mix(3, 5, index) for index in range(10)]
-    keyed = np.full(10, common.mix(3, 5), dtype=np.uint64)
+    scalars = [loading.mix(3, 5, index) for index in range(10)]
+    keyed = np.full(10, loading.mix(3, 5), dtype=np.uint64)
     assert [
-        int(bits) for bits in common.mix(np.array([3] * 10, np.uint64), np.array([5] * 10, np.uint64), np.arange(10, dtype=np.uint64))
+        int(bits) for bits in loading.mix(np.array([3] * 10, np.uint64), np.array([5] * 10, np.uint64), np.arange(10, dtype=np.uint64))
     ] == scalars
     assert keyed.dtype == np.uint64
 
@@ -105,7 +106,7 @@ def collect(dataset, workers, epoch, step=0, world_size=1):
     """Return {sample index: input} of an epoch as all ranks load it."""
     samples = {}
     for rank in range(world_size):
-        sampler = common.GlobalBatchSampler(len(dataset), 7, 0, rank, world_size)
+        sampler = make_sampler(len(dataset), 7, rank, world_size)
         sampler.set_position(epoch, step)
         loader = common.build_loader(make_args("single", "--workers", str(workers)), dataset, sampler, torch.device("cpu"))
         for (_, indices), (inputs, _) in zip(list(sampler), loader):

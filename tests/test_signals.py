@@ -48,10 +48,10 @@ def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
         assert launch.checkpoint()["global_step"] > 12
 
 
-def test_ctrl_c_to_run_sh_while_it_waits_for_the_check_is_not_forgotten(tmp_path):
-    """Bash itself forgets a SIGINT, if the command that it waits for ends well."""
-    with Launch(LAUNCHES["single"], tmp_path) as launch:
-        while not any("options.py" in read(pid, "cmdline") for pid in launch.processes()):
+def test_ctrl_c_to_run_sh_while_it_waits_for_a_command_is_not_forgotten(tmp_path):
+    """Bash itself forgets a SIGINT, if the command that it waits for ends well: here, how many devices there are."""
+    with Launch(["bash", "run.sh", "spawn", *OPTIONS], tmp_path) as launch:
+        while not any("device_count" in read(pid, "cmdline") for pid in launch.processes()):
             assert launch.process.poll() is None, launch.errors()
         launch.process.send_signal(signal.SIGINT)
         assert launch.end() == 130, launch.errors()

@@ -18,7 +18,7 @@ __all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metri
 def build_datasets(args):
     train, held_out = task.build_datasets(args)
     for dataset, length in ((train, 203), (held_out, 57)):
-        dataset.labels = dataset.labels[:length]
+        dataset.targets = dataset.targets[:length]
     return train, held_out
 
 

@@ -1,0 +1,215 @@
+"""Which samples a rank gets, when, and how augmented: pure functions of the seed, so that no mode, world size or interruption matters."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import multiprocessing.util
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from launch import SIGNALS
+from options import UsageError
+
+
+def mix(*parts: Any) -> Any:
+    """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits. Source: splitmix64, G. Steele et al., OOPSLA 2014."""
+    bits, mask = 0, 2**64 - 1
+    for part in parts:
+        bits = ((bits ^ part) + 0x9E3779B97F4A7C15) & mask
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+        bits = bits ^ (bits >> 31)
+    return bits
+
+
+def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
+    """Return float64 [len(indices), draws] in [0, 1), each row a pure function of (seed, epoch, index)."""
+    keys = np.asarray(indices).astype(np.uint64)[:, None]
+    bits = mix(np.full_like(keys, mix(seed, epoch)), keys, np.arange(draws, dtype=np.uint64)[None, :])
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
+    """Seed torch's generators for one forward: dropout masks differ between steps and ranks, and repeat after a resume."""
+    torch.manual_seed(mix(seed, step, micro_batch) % 2**63 + rank)
+
+
+class GlobalBatchSampler(Sampler):
+    """One permutation per epoch, cut into global batches, of which this rank takes its contiguous piece.
+
+    Yields (epoch, indices). Step k trains on order[k * B : (k + 1) * B] in every mode; the ragged tail is dropped, so that an epoch has
+    length // B steps at any world size. `--balanced` draws with replacement instead, each class of `dataset.targets` equally often
+    on average. With accumulation every micro-batch is cut among the ranks, so that together they hold the one
+    that a single device would, and `--sync-bn` sees the same statistics. `set_position` names the epoch and the step to start at: what a
+    resumed run skips is never loaded.
+    """
+
+    def __init__(self, args: argparse.Namespace, dataset: Dataset, rank: int = 0, world_size: int = 1) -> None:
+        self.length, self.batch_size = length, batch_size = len(dataset), args.batch_size
+        if batch_size > length:
+            raise UsageError(f"--batch-size {batch_size} is larger than the training set ({length} samples): an epoch would be empty")
+        self.seed, self.accum_steps, self.rank, self.world_size = args.seed, args.accum_steps, rank, world_size
+        self.steps_per_epoch = length // batch_size
+        self.epoch = self.step = 0
+        self.classes = None
+        if args.balanced:
+            targets = torch.as_tensor(getattr(dataset, "targets", ()))
+            if targets.shape != (self.length,):
+                raise UsageError("--balanced needs a training set with `targets`, the class of each sample; this one has none")
+            self.classes = [(targets == value).nonzero().squeeze(1) for value in targets.unique()]
+
+    def set_position(self, epoch: int, step: int) -> None:
+        self.epoch, self.step = epoch, step
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch - self.step
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        order = self._order(torch.Generator().manual_seed(mix(self.seed, self.epoch)))
+        for step in range(self.step, self.steps_per_epoch):
+            global_batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            pieces = [piece.tensor_split(self.world_size)[self.rank] for piece in global_batch.tensor_split(self.accum_steps)]
+            yield self.epoch, torch.cat(pieces).tolist()
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        if not self.classes:
+            return torch.randperm(self.length, generator=generator)
+        sizes = torch.tensor([len(members) for members in self.classes])
+        drawn = torch.randint(len(sizes), (self.length,), generator=generator)
+        member = torch.rand(self.length, generator=generator, dtype=torch.float64) * sizes[drawn]
+        return torch.cat(self.classes)[(sizes.cumsum(0) - sizes)[drawn] + member.long()]
+
+
+class ShardSampler(Sampler):
+    """This rank's unpadded shard range(rank, length, world_size), so that all ranks together see every sample exactly once."""
+
+    def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        if length == 0:
+            raise UsageError("the evaluation set is empty")
+        self.shard, self.batch_size = range(rank, length, world_size), math.ceil(batch_size / world_size)
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.shard) / self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for start in range(0, len(self.shard), self.batch_size):
+            yield 0, list(self.shard[start : start + self.batch_size])
+
+
+class KeyedDataset(Dataset):
+    """Fetches the batches that the samplers name, and makes all their randomness a pure function of (seed, epoch, index).
+
+    A data set with `set_epoch` and `__getitems__` returns a ready batch itself; for any other, the generators of torch, Python and numpy
+    are seeded per sample. A sample that cannot be read is named; under `--skip-corrupt` the next one that can takes its place.
+    """
+
+    def __init__(self, dataset: Dataset, args: argparse.Namespace) -> None:
+        self.dataset, self.seed, self.skip_corrupt = dataset, args.seed, args.skip_corrupt
+        self.whole_batches = hasattr(dataset, "set_epoch") and hasattr(dataset, "__getitems__")
+
+    def __getitems__(self, key: tuple[int, list[int]]) -> Any:
+        epoch, indices = key
+        if self.whole_batches:
+            self.dataset.set_epoch(epoch)
+            return self.dataset.__getitems__(indices)
+        return default_collate([self._sample(epoch, index) for index in indices])
+
+    def _sample(self, epoch: int, first: int) -> Any:
+        for index in (*range(first, len(self.dataset)), *range(first)):
+            torch.manual_seed(mix(self.seed, epoch, index))
+            random.seed(torch.initial_seed())
+            np.random.seed(torch.initial_seed() % 2**32)
+            try:
+                return self.dataset[index]
+            except OSError as error:
+                message = f"sample {index} cannot be read: {error}"
+                if not self.skip_corrupt:
+                    raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from error
+            print(f"{message}; the next one takes its place", file=sys.stderr, flush=True)
+        raise RuntimeError("no sample can be read")
+
+
+def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, device: torch.device) -> DataLoader:
+    """A loader of the sampler's batches; its workers live as long as it does and leave signals to the main process.
+
+    They start here, before this process talks to other ranks or computes: a fork copies the locks that other threads hold, not the threads.
+    """
+    keyed = KeyedDataset(dataset, args)
+    workers = args.workers
+    if workers is None:
+        workers = 0 if keyed.whole_batches else min(8, torch.get_num_threads())
+    options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
+    if workers:
+        multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
+        sampler = _Late(sampler)
+    pin = device.type != "cpu"
+    loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
+    if workers:
+        iter(loader)
+        sampler.begun = True
+    return loader
+
+
+class _Late(Sampler):
+    """Yields nothing until `begun`, and then what `sampler` yields: so that workers can start before it is known what to load."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.begun = sampler, False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler) if self.begun else iter(())
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _ignore_signals(worker: int) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a worker that outlives its rank would hold the lock on the run's folder
+
+
+def _end_workers() -> None:
+    """Python ends what is left of the workers by SIGTERM, which they ignore, and would wait for ever."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `function` to every tensor of a nested tuple, list or dict."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [map_tensors(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a namedtuple, or not
+    raise TypeError(f"a sample holds tensors and nested tuples, lists and dicts of them, not {type(tree).__name__}")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to the device without waiting for the copy."""
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def split_batch(batch: Any, pieces: int) -> list[Any]:
+    """Cut a rank's batch into micro-batches along the first dimension, larger ones first, as the sampler put them together."""
+    if pieces == 1:
+        return [batch]
+    return [map_tensors(lambda tensor, i=i: tensor.tensor_split(pieces)[i], batch) for i in range(pieces)]

@@ -1,0 +1,293 @@
+"""What is trained on and what is trained: balanced classes, fast augmentation, weights from elsewhere, frozen and averaged BatchNorm."""
+
+import fcntl
+import functools
+import os
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import TASKS, check, compare, make_args, run_processes, single_run, train
+from pitfalls import BASE, in_process, stop_after, without_speed
+from torch import nn
+from torch.optim.swa_utils import update_bn
+
+import common
+import options
+import task
+
+EVERYTHING = ("--task", str(TASKS / "everything.py"), "--dtype", "float64", "--epochs", "2", "--batch-size", "30", "--device", "cpu")
+MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
+
+# ------------------------------------------------------------------------------------------------------------------- balanced
+
+
+class Labelled:
+    """Ninety samples of class 7, nine of class 3 and one of class 5."""
+
+    targets = [7] * 90 + [3] * 9 + [5]
+
+    def __len__(self):
+        return 100
+
+
+def balanced(rank=0, world_size=1, epoch=0, dataset=Labelled):
+    args = Namespace(batch_size=10, accum_steps=1, seed=0, balanced=True)
+    sampler = common.GlobalBatchSampler(args, dataset(), rank, world_size)
+    sampler.set_position(epoch, 0)
+    return [indices for _, indices in sampler]
+
+
+def test_balanced_draws_every_class_equally_often_and_every_sample_of_it():
+    drawn = torch.tensor([index for epoch in range(30) for batch in balanced(epoch=epoch) for index in batch])
+    assert len(drawn) == 3000 and drawn.unique().tolist() == list(range(100))
+    classes = torch.tensor(Labelled.targets)[drawn]
+    for label in (7, 3, 5):
+        assert 0.30 < (classes == label).double().mean() < 0.37
+    counts = drawn.bincount(minlength=100)
+    assert counts[:90].max() < 30 and counts[90:99].min() > 70, "alike within a class"
+    assert balanced() != balanced(epoch=1) and balanced() == balanced()
+
+
+def test_balanced_order_is_the_same_at_any_world_size():
+    for world_size in (2, 3, 4):
+        pieces = [balanced(rank, world_size) for rank in range(world_size)]
+        assert [[index for piece in pieces for index in piece[step]] for step in range(10)] == balanced()
+
+
+@pytest.mark.parametrize("targets", [None, [0] * 99, torch.zeros(100, 2)])
+def test_balanced_needs_the_class_of_each_sample(targets):
+    dataset = type("Other", (Labelled,), {"targets": targets} if targets is not None else {"targets": ()})
+    with pytest.raises(common.UsageError, match="--balanced needs a training set with `targets`, the class of each sample"):
+        balanced(dataset=dataset)
+
+
+def test_balanced_run_is_the_same_in_another_mode(tmp_path):
+    argv = (*BASE, "--balanced")
+    reference = single_run(*argv)
+    assert compare(reference, single_run(*BASE))["gradients"] > 1e-3, "other samples"
+    assert max(compare(train("ddp", 3, *argv, folder=tmp_path), reference).values()) < 1e-10
+
+
+# --------------------------------------------------------------------------------------------------------- augmentation, downloads
+
+
+def test_flip_mirrors_about_every_second_image_and_shift_cuts_a_window():
+    images = torch.randint(0, 256, (400, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    dataset = task.ImagesInMemory(images, torch.arange(400), shift=1, flip=True, seed=0)
+    seen, targets = dataset.__getitems__(list(range(399, -1, -1)))
+    assert targets.tolist() == list(range(399, -1, -1)) and seen.dtype == torch.uint8
+    padded, mirrored = F.pad(images, (1,) * 4), 0
+    for image, index in zip(seen, targets):
+        windows = [padded[index, :, y : y + 6, x : x + 7] for y in range(3) for x in range(3)]
+        straight = any(image.equal(window) for window in windows)
+        assert straight or any(image.equal(window.flip(-1)) for window in windows)
+        mirrored += not straight
+    assert 150 < mirrored < 250
+    again, _ = dataset.__getitems__([5])
+    assert again[0].equal(seen[394]), "whatever batch it comes in"
+    assert padded[:, :, 1:-1, 1:-1].equal(images), "the images themselves are not touched"
+
+
+def count_up(path):
+    for _ in range(200):
+        with common.one_at_a_time(path.parent):
+            number = int(path.read_text())
+            path.write_text(str(number + 1))
+
+
+def test_one_process_at_a_time_downloads(tmp_path):
+    path = tmp_path / "data" / "count"
+    path.parent.mkdir()
+    path.write_text("0")
+    results = run_processes([functools.partial(count_up, path)] * 3, tmp_path)
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    assert path.read_text() == "600" and list(path.parent.iterdir()) == [path], "and no lock file stays"
+
+
+def test_torchvision_sets_are_downloaded_under_the_lock(tmp_path, monkeypatch):
+    calls = []
+
+    class Source:
+        data, targets = torch.zeros(20, 28, 28, dtype=torch.uint8), list(range(10)) * 2
+
+        def __init__(self, root, train, download):
+            other = os.open(root, os.O_RDONLY)
+            try:
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                calls.append((train, download, "free"))
+            except BlockingIOError:
+                calls.append((train, download, "locked"))
+            os.close(other)
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", Source)
+    folder = tmp_path / "new"
+    task.build_datasets(make_args("single", "--dataset", "mnist", "--data-dir", str(folder), "--download"))
+    assert calls == [(True, True, "locked"), (False, True, "locked")]
+    train_set, _ = task.build_datasets(make_args("single", "--dataset", "mnist", "--data-dir", str(folder)))
+    assert calls[2:] == [(True, False, "free"), (False, False, "free")], "nothing is locked where nothing is written"
+    assert len(train_set) == 20 and train_set.targets.tolist() == Source.targets
+
+
+# ------------------------------------------------------------------------------------------------------------ weights, the check
+
+
+def state_dict(seed=1):
+    return common.build_net(make_args("single", "--seed", str(seed)), task, torch.device("cpu")).state_dict()
+
+
+def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named(tmp_path, capsys):
+    weights = state_dict()
+    given = {f"module._orig_mod.{name}": value for name, value in weights.items() if name != "conv1.bias"}
+    given |= {"module._orig_mod.head.weight": torch.zeros(1000, 384), "extra.weight": torch.zeros(2)}
+    for name, content in (("plain", given), ("checkpoint", {"model": given, "epoch": 3}), ("other", {"state_dict": given})):
+        torch.save(content, tmp_path / name)
+        net = common.build_net(make_args("single", "--weights", str(tmp_path / name)), task, torch.device("cpu"))
+        for parameter, value in net.state_dict().items():
+            assert value.equal(weights[parameter]) == (parameter not in ("conv1.bias", "head.weight")), parameter
+        assert capsys.readouterr().out.splitlines() == [
+            f"weights: 6 of the model's 8 tensors are from {tmp_path / name}",
+            "weights: not loaded: conv1.bias [48], not in the file",
+            "weights: not loaded: head.weight [10, 384], [1000, 384] in the file",
+            "weights: not in the model: extra.weight",
+        ]
+
+
+def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
+    for name, content, message in (
+        ("foreign", {"layer.weight": torch.zeros(3)}, "nothing in it fits the model, whose tensors are conv1.weight,"),
+        ("list", [torch.zeros(3)], "nothing in it fits the model"),
+        ("code", {"conv1.weight": os.getcwd}, "damaged, or not a file of weights"),
+    ):
+        torch.save(content, tmp_path / name)
+        with pytest.raises(options.UsageError, match=f"--weights {tmp_path / name}: {message}"):
+            check("single", 1, "--weights", str(tmp_path / name))
+    torch.save(state_dict(), tmp_path / "flipped")
+    content = bytearray((tmp_path / "flipped").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "flipped").write_bytes(content)
+    with pytest.raises(options.UsageError, match="damaged, or not a file of weights: ValueError: checksum of"):
+        check("single", 1, "--weights", str(tmp_path / "flipped"))
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
+    torch.save(state_dict(), tmp_path / "weights.pt")
+    argv = ("--epochs", "1", "--batch-size", "700", "--dtype", "float64", "--lr", "0")
+    result = train(mode, n, *argv, "--weights", tmp_path / "weights.pt", folder=tmp_path)
+    assert result.code == 0 and result.out.count("weights: 8 of the model's 8 tensors") == 1, result.out + result.err
+    assert all(value.equal(state_dict()[name].double()) for name, value in result.checkpoint()["model"].items())
+    resumed = train(mode, n, *argv[2:], "--epochs", "2", "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, "whoever goes on needs the weights no more"
+
+
+def test_small_images_are_told_of_a_coarse_stem(capsys):
+    build = functools.partial(make_args, "single", "--dataset", "synthetic", "--image-size")
+    task.build_model(build("32", "--model", "resnet18"))
+    assert capsys.readouterr().out.startswith("note: resnet18 is made for 224 pixels")
+    task.build_model(build("64", "--model", "resnet18"))
+    task.build_model(build("32", "--model", "resnet9"))
+    assert capsys.readouterr().out == ""
+
+
+def print_traces():
+    def traces():
+        threads = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads"))
+        return threads, torch.get_rng_state().sum().item(), torch.get_num_threads()
+
+    torch.set_num_threads(2)
+    torch.manual_seed(3)
+    before = traces()
+    check("single", 1, "--model", "resnet9")
+    print(before == traces())
+
+
+def test_check_starts_no_thread_and_draws_no_random_number():
+    assert in_process(print_traces) == "True\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- frozen, averaged BatchNorm
+
+
+def print_sent_bytes(rank):
+    import train_ddp
+
+    class Watched(train_ddp.DistributedDataParallel):
+        def __init__(self, module, **keywords):
+            super().__init__(module, **keywords)
+            print("sent:", self._get_ddp_logging_data()["total_parameter_size_bytes"])
+
+    train_ddp.DistributedDataParallel = Watched
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_frozen_batchnorm_keeps_its_statistics(mode, n, tmp_path):
+    trained = single_run(*EVERYTHING).checkpoint()["model"]
+    means = [name for name in trained if name.endswith("running_mean")]
+    assert means and all(trained[name].abs().sum() > 0 for name in means)
+    norms = [name.removesuffix("running_mean") for name in means]
+    result = train(mode, n, *EVERYTHING, "--freeze", *(f"{norm}*" for norm in norms), folder=tmp_path)
+    frozen = result.checkpoint()["model"]
+    for norm in norms:
+        assert frozen[f"{norm}running_mean"].abs().sum() == 0 and frozen[f"{norm}num_batches_tracked"] == 0
+        assert (frozen[f"{norm}running_var"] == 1).all()
+    half = train(mode, n, *EVERYTHING, "--freeze", *(f"{norm}weight" for norm in norms), folder=tmp_path / "half").checkpoint()["model"]
+    assert half[means[0]].abs().sum() > 0, "its bias is trained"
+
+
+def test_no_gradient_of_frozen_parameters_is_sent(tmp_path):
+    argv = ("--epochs", "1", "--batch-size", "700", "--freeze", "conv*")
+    result = train("ddp", 2, *argv, folder=tmp_path, patch=print_sent_bytes)
+    assert result.out.count(f"sent: {(384 * 10 + 10) * 4}\n") == 2, result.out + result.err
+
+
+SWA = (*BASE, "--model", "batchnorm", "--average", "swa", "--epochs", "4")
+
+
+def test_swa_statistics_are_those_that_torch_estimates(tmp_path):
+    result = single_run(*SWA)
+    average = {name: value for name, value in result.checkpoint()["average"].items() if name != "n_averaged"}
+    args = make_args("single", *SWA)
+    own = common.load_task(args)
+    net = common.build_net(args, own, torch.device("cpu"))
+    net.load_state_dict(average)
+    train_set, _ = own.build_datasets(args)
+    sampler = common.GlobalBatchSampler(args, train_set)
+    sampler.set_position(3, 0)
+    update_bn(common.build_loader(args, train_set, sampler, torch.device("cpu")), net)
+    for name, value in net.state_dict().items():
+        assert torch.allclose(value, average[name], rtol=1e-12, atol=1e-14), name
+    trained = result.checkpoint()["model"]
+    means = [name for name in trained if name.endswith("running_mean")]
+    assert means and not any(torch.allclose(average[name], trained[name], rtol=1e-3) for name in means)
+    (norm,) = [module for module in net.modules() if isinstance(module, nn.BatchNorm1d)]
+    assert norm.momentum == 0.1
+
+
+@pytest.mark.parametrize(("mode", "n", "others"), [("dp", 2, ("ddp", 2)), ("ddp", 3, None), ("spawn", 2, None)])
+def test_swa_statistics_are_the_same_in_every_mode(mode, n, others, tmp_path):
+    argv = SWA if others else (*SWA, "--sync-bn")
+    reference = train(*others, *argv, folder=tmp_path / "other") if others else single_run(*argv)
+    result = train(mode, n, *argv, folder=tmp_path)
+    assert result.code == reference.code == 0, result.err + reference.err
+    average = reference.checkpoint()["average"]
+    for name, value in result.checkpoint()["average"].items():
+        assert torch.allclose(value, average[name], rtol=1e-10, atol=1e-12), name
+    assert max(compare(result, reference).values()) < 1e-10
+
+
+def test_swa_leaves_frozen_batchnorm_alone(tmp_path):
+    result = train("single", 1, *SWA, "--freeze", "between.*", folder=tmp_path)
+    assert result.checkpoint()["average"]["between.running_mean"].abs().sum() == 0
+
+
+def test_interrupted_swa_goes_on_bitwise(tmp_path):
+    argv = (*SWA[:-1], "8")  # averaged after epochs 7 and 8
+    straight = single_run(*argv)
+    assert train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 45)).code == 143
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    for name, value in straight.checkpoint()["average"].items():
+        assert torch.equal(torch.as_tensor(resumed.checkpoint()["average"][name]), torch.as_tensor(value)), name
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
