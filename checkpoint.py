@@ -33,10 +33,12 @@ from common import (
     Stopped,
     UsageError,
     announce_end,
+    autocast,
     broadcast_object,
     earlier_failure,
     is_distributed,
     is_rank0,
+    map_tensors,
     print0,
     read_tensors,
     to_device,
@@ -256,6 +258,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, state: State, sampler: GlobalBatchSampler, device: torch.device) -> None:
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.steps_per_epoch, self.meter, self.bar, self.writer = sampler.steps_per_epoch, Meter(device), None, None
+        self.shown = None
         self.untimed = 0  # samples since the last log line that this process did not train on, but one before a resume
         checkpoint = error = None
         if is_rank0():
@@ -341,6 +344,7 @@ class Run:
             title = f"epoch {self.state.epoch + 1}/{self.args.epochs}"
             self.bar = tqdm(total=self.steps_per_epoch, initial=self.state.step, desc=title, leave=False, dynamic_ncols=True)
         for batch in loader:
+            self.shown = batch if self.writer else None  # the epoch's last one, in the end
             yield to_device(batch, self.device)
         if self.bar is not None:
             self.bar = self.bar.close()
@@ -399,6 +403,20 @@ class Run:
         line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
         self._write(line, f"epoch {epoch + 1}/{self.args.epochs}  eval  {values}  ({metrics['count']} samples)")
 
+    @torch.no_grad()
+    def _show(self) -> None:
+        """Write some of the epoch's last images for TensorBoard, and what they are taken for, if this is what the task is about."""
+        (inputs, targets), net = map_tensors(lambda tensor: tensor[:16].to(self.device), self.shown), self.state.averaged()
+        if not isinstance(inputs, Tensor) or inputs.dim() != 4 or inputs.shape[1] not in (1, 3) or inputs.dtype != torch.uint8:
+            return
+        self.writer.add_images("images", inputs, self.state.global_step)
+        net.eval()
+        with autocast(self.args, self.device):
+            outputs = net(inputs)
+        if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1:
+            guesses = [f"{guess} ({target})" for guess, target in zip(outputs.argmax(1).tolist(), targets.tolist())]
+            self.writer.add_text("images taken for (are)", ", ".join(guesses), self.state.global_step)
+
     def _write(self, line: dict[str, Any], text: str) -> None:
         if not is_rank0():
             return
@@ -414,6 +432,8 @@ class Run:
         state, score = self.state, next(value for name, value in metrics.items() if name != "loss")
         self.stop.save_now = None
         self.log_eval(metrics)
+        if self.writer and self.shown:
+            self._show()
         state.epoch, state.step = state.epoch + 1, 0
         best = math.isfinite(score) and (state.best is None or score > state.best)
         state.best = score if best else state.best

@@ -50,6 +50,7 @@ from loading import (
     build_loader,
     keyed_uniform,
     map_tensors,
+    mix,
     seed_rng,
     split_batch,
     to_device,
@@ -57,7 +58,7 @@ from loading import (
 from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
 
 __all__ = ["SIGNALS", "GlobalBatchSampler", "ShardSampler", "Stopped", "announce_end", "backend", "build_loader", "check_run"]
-__all__ += ["earlier_failure", "exit_code", "is_rank0", "join", "keyed_uniform", "launcher_ranks", "load_task", "map_tensors"]
+__all__ += ["earlier_failure", "exit_code", "is_rank0", "join", "keyed_uniform", "launcher_ranks", "load_task", "map_tensors", "mix"]
 __all__ += ["meeting_place", "meeting_point", "parse_args", "run_worker", "split_batch", "timeout", "wait_for_all"]
 
 MAX_SKIPPED_IN_A_ROW = 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import math
 import multiprocessing.util
 import random
@@ -119,18 +120,25 @@ class KeyedDataset(Dataset):
 
     def __getitems__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
-        if self.whole_batches:
-            self.dataset.set_epoch(epoch)
+        if not self.whole_batches:
+            return default_collate([self._first_readable(functools.partial(self._sample, epoch), index)[1] for index in indices])
+        self.dataset.set_epoch(epoch)
+        try:
             return self.dataset.__getitems__(indices)
-        return default_collate([self._sample(epoch, index) for index in indices])
+        except OSError:
+            readable = [self._first_readable(lambda index: self.dataset.__getitems__([index]), index)[0] for index in indices]
+            return self.dataset.__getitems__(readable)
 
-    def _sample(self, epoch: int, first: int) -> Any:
+    def _sample(self, epoch: int, index: int) -> Any:
+        torch.manual_seed(mix(self.seed, epoch, index))
+        random.seed(torch.initial_seed())
+        np.random.seed(torch.initial_seed() % 2**32)
+        return self.dataset[index]
+
+    def _first_readable(self, read: Callable[[int], Any], first: int) -> tuple[int, Any]:
         for index in (*range(first, len(self.dataset)), *range(first)):
-            torch.manual_seed(mix(self.seed, epoch, index))
-            random.seed(torch.initial_seed())
-            np.random.seed(torch.initial_seed() % 2**32)
             try:
-                return self.dataset[index]
+                return index, read(index)
             except OSError as error:
                 message = f"sample {index} cannot be read: {error}"
                 if not self.skip_corrupt:
@@ -147,7 +155,7 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     keyed = KeyedDataset(dataset, args)
     workers = args.workers
     if workers is None:
-        workers = 0 if keyed.whole_batches else min(8, torch.get_num_threads())
+        workers = 0 if getattr(dataset, "in_memory", False) else min(8, torch.get_num_threads())
     options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
     if workers:
         multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too

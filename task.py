@@ -16,8 +16,8 @@ import argparse
 import contextlib
 import difflib
 import functools
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import common
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 # name: (channels, image size, classes, mean, standard deviation), the last two on the scale 0..255 of the stored bytes
 DATASETS = {
@@ -43,6 +40,25 @@ DATASETS = {
 TORCHVISION_CLASS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 
 
+def windows_of(images: Tensor, shift: int) -> np.ndarray:
+    """Return all windows [H, W] of images [N, C, H, W] padded by `shift`: a view [N, C, 2 shift + 1, 2 shift + 1, H, W]."""
+    padded = F.pad(images, (shift,) * 4) if shift else images
+    return np.lib.stride_tricks.sliding_window_view(padded.numpy(), tuple(images.shape[-2:]), axis=(2, 3))
+
+
+def shift_and_flip(windows: np.ndarray, index: np.ndarray, draws: np.ndarray, flip: bool) -> Tensor:
+    """Return [n, C, H, W]: one window of each image of `index`, mirrored or not, as draws [n, 3] in [0, 1) decide.
+
+    In numpy, which copies whole rows where torch's indexing goes pixel by pixel.
+    """
+    rows, columns = (draws[:, :2] * windows.shape[2]).astype(int).T
+    images = windows[index, :, rows, columns]
+    if flip:
+        mirrored = draws[:, 2] < 0.5
+        images[mirrored] = images[mirrored, ..., ::-1]
+    return torch.from_numpy(images)
+
+
 class ImagesInMemory(Dataset):
     """Images in memory, fetched and augmented a whole batch at a time.
 
@@ -50,11 +66,11 @@ class ImagesInMemory(Dataset):
     A sample is (uint8 [C, H, W], int64 []), a pure function of (seed, epoch, index): the same whoever loads it.
     """
 
+    in_memory = True  # loader workers would only copy
+
     def __init__(self, images: Tensor, labels: Tensor, *, shift: int = 0, flip: bool = False, seed: int = 0) -> None:
-        padded = F.pad(images, (shift,) * 4) if shift else images
-        # A view [N, C, 2 shift + 1, 2 shift + 1, H, W]; numpy, which copies whole rows where torch's indexing goes pixel by pixel
-        self.windows = np.lib.stride_tricks.sliding_window_view(padded.numpy(), tuple(images.shape[-2:]), axis=(2, 3))
-        self.targets, self.shift, self.flip, self.seed, self.epoch = labels, shift, flip, seed, 0
+        self.windows, self.targets = windows_of(images, shift), labels
+        self.flip, self.seed, self.epoch = flip, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -69,12 +85,7 @@ class ImagesInMemory(Dataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         index = np.asarray(indices)
         draws = common.keyed_uniform(self.seed, self.epoch, index, 3)
-        rows, columns = (draws[:, :2] * (2 * self.shift + 1)).astype(int).T
-        images = self.windows[index, :, rows, columns]
-        if self.flip:
-            mirrored = draws[:, 2] < 0.5
-            images[mirrored] = images[mirrored, ..., ::-1]
-        return torch.from_numpy(images), self.targets[index]
+        return shift_and_flip(self.windows, index, draws, self.flip), self.targets[index]
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -89,8 +100,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         return image_folders(args)
     if args.dataset == "synthetic":  # a view of one random image: costs no memory and no time, for benchmarks
         channels, size, classes = DATASETS["synthetic"][:3]
-        size = args.image_size or size
-        image = torch.randint(0, 256, (1, channels, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        shape = (1, channels, args.image_size or size, args.image_size or size)
+        image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         return tuple(ImagesInMemory(image.expand(n, -1, -1, -1), torch.arange(n) % classes) for n in (10_000, 1_000))
     return torchvision_arrays(args)
 
@@ -117,36 +128,77 @@ def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """`--data-dir` with one folder a class under train/ and under val/ or test/; JPEG or PNG of any size."""
     from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
 
     root = Path(args.data_dir)
     held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if not (root / "train").is_dir() or held_out is None:
         raise common.UsageError(f"--data-dir {root}: needs train/ and val/ (or test/), each with one folder a class")
-    size = args.image_size or DATASETS["imagefolder"][1]
-    if size >= 64:  # the usual recipe for photographs
-        crop = v2.RandomResizedCrop(size, antialias=True)
-        centre = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size)])
-    else:  # small images are drawn to fill the frame: cutting a seventh off would cut into the object
-        crop = v2.Compose([v2.Resize((size, size), antialias=True), v2.RandomCrop(size, padding=size // 8)])
-        centre = v2.Resize((size, size), antialias=True)
-    augment = v2.Compose([crop, v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    centre = v2.Compose([centre, v2.PILToTensor()])
     try:
-        sets = ImageFolder(root / "train", augment, loader=read_image), ImageFolder(held_out, centre, loader=read_image)
+        folders = ImageFolder(root / "train"), ImageFolder(held_out)
     except FileNotFoundError as error:  # no class, or a class without an image
         raise common.UsageError(f"--data-dir {root}: {error}") from error
-    if only := ", ".join(sorted({*sets[0].classes} ^ {*sets[1].classes})):  # labels are numbers of folders: a missing one shifts the rest
+    if only := ", ".join(sorted({*folders[0].classes} ^ {*folders[1].classes})):  # labels count folders: a gap shifts the rest
         raise common.UsageError(f"--data-dir {root}: training and evaluation set must have the same classes; only one of them has {only}")
-    return sets
+    size = args.image_size or DATASETS["imagefolder"][1]
+    return tuple(ImageFiles(folder.samples, size, training=not i, seed=args.seed) for i, folder in enumerate(folders))
 
 
-def read_image(path: str) -> Image.Image:
-    """Read an image file. Raises OSError, naming it, if it is broken."""
-    from torchvision.datasets.folder import default_loader
+class ImageFiles(Dataset):
+    """Image files, decoded and augmented a whole batch at a time: (path, class) -> (uint8 [3, size, size], int64 []).
+
+    From 64 pixels on the usual recipe for photographs; smaller images fill the frame, and are only resized to it, shifted by up to an
+    eighth, and mirrored. All a pure function of (seed, epoch, index).
+    """
+
+    def __init__(self, samples: list[tuple[str, int]], size: int, *, training: bool, seed: int) -> None:
+        from torchvision.transforms import v2
+
+        self.paths = np.array([os.fsencode(path) for path, _ in samples])  # one block: workers would copy a list, bit by bit
+        self.targets = torch.tensor([label for _, label in samples])
+        self.frame, self.training, self.small, self.seed, self.epoch = (size, size), training, size < 64, seed, 0
+        if self.small:
+            self.transform = v2.Resize(self.frame, antialias=True)
+        elif training:
+            self.transform = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
+        else:
+            self.transform = v2.Compose([v2.Resize(size * 8 // 7, antialias=True), v2.CenterCrop(size)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([self._image(index) for index in indices])
+        if self.small and self.training:
+            draws = common.keyed_uniform(self.seed, self.epoch, np.asarray(indices), 3)
+            images = shift_and_flip(windows_of(images, self.frame[0] // 8), np.arange(len(indices)), draws, flip=True)
+        return images, self.targets[indices]
+
+    def _image(self, index: int) -> Tensor:
+        image = read_image(os.fsdecode(self.paths[index]))
+        if self.small and image.shape[1:] == self.frame:
+            return image
+        torch.manual_seed(common.mix(self.seed, self.epoch, index))
+        return self.transform(image)
+
+
+def read_image(path: str) -> Tensor:
+    """Decode an image file to uint8 [3, H, W]. Raises OSError, naming it, if it is broken."""
+    try:
+        from torchvision.io import decode_image  # twice as fast as PIL, but to leave torchvision one day
+
+        image = decode_image(path, mode="RGB")
+        if image.dtype == torch.uint8:
+            return image
+    except Exception:  # PIL can perhaps read it, and says better what is wrong
+        pass
+    from torchvision.datasets.folder import pil_loader
+    from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        return default_loader(path)
+        return pil_to_tensor(pil_loader(path))
     except Exception as error:  # PIL raises almost anything
         raise OSError(f"{path}: {error}") from error
 

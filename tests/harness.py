@@ -149,10 +149,10 @@ def rank_of_run(
             del os.environ[name]
     _record_gradients(record, steps)
     script = importlib.import_module(f"train_{mode}")
+    os.environ["LAUNCH_MEETING_FILE"] = meeting_point
     if patch:
         patch(rank)
     main = functools.partial(script.main, argv)
-    os.environ["LAUNCH_MEETING_FILE"] = meeting_point
     if mode == "spawn":
         args = options.parse_args("spawn", ["--nproc", str(world_size), *argv])
         main = functools.partial(script.worker, rank, args, f"file://{meeting_point}")

@@ -547,8 +547,8 @@ mutant("replicas: all drop the same units", "replicas", "            torch.manua
        "            torch.manual_seed(seed)\n            outputs", f"{MASKS}[dp-2]")
 mutant("replicas: cut otherwise than torch does", "replicas", "list(value.chunk(pieces))", "list(value.tensor_split(pieces))",
        LAST + "29_data_parallel_gathers_losses")
-mutant("replicas: first outputs twice", "replicas", "for output in outputs]) for name",
-       "for output in [outputs[0], *outputs[:-1]]]) for name", f"{EQUAL}[dp-2-1]")
+mutant("replicas: first outputs twice", "replicas", "return torch.cat(parts)", "return torch.cat([first, *parts[:-1]])",
+       f"{EQUAL}[dp-2-1]")
 mutant("sync-bn: gradient not summed", "replicas", "        dist.all_reduce(gradient)\n", "", "sync_batchnorm::test_all_reduce_gradient[2]")
 mutant("sync-bn: input changed in place", "replicas", "        value = value.clone()\n", "", "sync_batchnorm::test_all_reduce_gradient[2]")
 mutant("sync-bn: biased running variance", "replicas", "variance * (n / (n - 1))", "variance", f"{SYNC_BN}[1d-default-2]")
@@ -576,6 +576,54 @@ mutant("task: label smoothing ignored", "task", ", label_smoothing=label_smoothi
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "survivors::test_metrics_of_the_default_task")
 mutant("task: shift to one side only", "task", "(2 * self.shift + 1)).astype(int)", "(self.shift + 1)).astype(int)",
        "sampling::test_shift_moves_the_image_by_at_most_one_pixel")
+
+NEW = "data_and_models::test_"
+mutant("balanced: every sample equally often", "loading", "if not self.classes:", "if True:",
+       f"{NEW}balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: the first of each class alone", "loading", "+ member.long()]", "]",
+       f"{NEW}balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: without targets, not balanced", "loading", "if targets.shape != (self.length,):", "if False:",
+       f"{NEW}balanced_needs_the_class_of_each_sample")
+mutant("balanced: not resumed as such", "checkpoint", '"skip_corrupt", "weights"}', '"skip_corrupt", "weights", "balanced"}',
+       "checkpoint::test_changed_option_that_would_change_the_run_is_refused_by_name[--balanced]")
+mutant("task: every image mirrored", "task", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
+       f"{NEW}flip_mirrors_about_every_second_image_and_shift_cuts_a_window")
+mutant("task: --download by all at once", "task", "common.one_at_a_time(args.data_dir) if args.download else contextlib.nullcontext()",
+       "contextlib.nullcontext()", f"{NEW}torchvision_sets_are_downloaded_under_the_lock")
+mutant("download: no lock", "common", "fcntl.flock(descriptor, fcntl.LOCK_EX)", "pass", f"{NEW}one_process_at_a_time_downloads")
+mutant("weights: not loaded", "common", "    net.load_state_dict(fitting, strict=False)\n", "",
+       f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: prefixes kept", "common", 're.sub(r"^(module\\.|_orig_mod\\.)+", "", str(name))', "name",
+       f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: what is left out is not named", "common", "for name in [name for name in own if name not in fitting]:", "for name in []:",
+       f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: none that fits is accepted", "common", "    if not fitting:", "    if False:",
+       f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
+mutant("weights: ignored in a run", "common", "load_weights(args, net, read_tensors(args.weights))", "pass",
+       f"{NEW}weights_are_where_training_starts_in_every_mode[single-1]")
+mutant("freeze: BatchNorm keeps learning", "common", "            module.eval()\n", "            pass\n",
+       f"{NEW}frozen_batchnorm_keeps_its_statistics[ddp-2]")
+mutant("freeze: BatchNorm that is half frozen does not learn", "common", "if parameters and not any(parameter.requires_grad",
+       "if parameters and not all(parameter.requires_grad", f"{NEW}frozen_batchnorm_keeps_its_statistics[single-1]")
+mutant("swa: statistics not estimated", "common", 'if run.args.average != "swa" or not', "if True or not",
+       f"{NEW}swa_statistics_are_those_that_torch_estimates")
+mutant("swa: statistics of the next epoch", "common", "run.sampler.set_position(run.state.epoch, 0)",
+       "run.sampler.set_position(run.state.epoch + 1, 0)",
+       f"{NEW}swa_statistics_are_those_that_torch_estimates")
+mutant("swa: statistics of the last batches", "common", "        norm.momentum = None  # a mean over all batches\n", "",
+       f"{NEW}swa_statistics_are_those_that_torch_estimates")
+for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
+    mutant(f"{mode}: statistics of the average not estimated", f"train_{mode}", "        common.update_bn(", "        str(",
+           f"{NEW}swa_statistics_are_the_same_in_every_mode[{mode}-{n}-{'others0' if mode == 'dp' else 'None'}]")
+for mode in ("single", "dp"):
+    mutant(f"{mode}: options not checked", f"train_{mode}", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[{mode}]")
+mutant("ddp: options not checked", "train_ddp", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[ddp]")
+mutant("check: starts threads", "options", "    torch.set_num_threads(1)\n", "", f"{NEW}check_starts_no_thread_and_draws_no_random_number")
+mutant("check: leaves the number of threads", "options", "        torch.set_num_threads(threads)\n", "        pass\n",
+       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
+mutant("check: draws random numbers", "options", "torch.random.fork_rng(devices=[]), ", "",
+       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
+mutant("check: says what the run will say again", "options", "contextlib.redirect_stdout(io.StringIO()), ", "", f"{NEW}check_is_silent")
 
 # fmt: on
 

@@ -3,13 +3,14 @@
 import fcntl
 import functools
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import TASKS, check, compare, make_args, run_processes, single_run, train
+from harness import TASKS, check, compare, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, in_process, stop_after, without_speed
 from torch import nn
 from torch.optim.swa_utils import update_bn
@@ -89,6 +90,89 @@ def test_flip_mirrors_about_every_second_image_and_shift_cuts_a_window():
     again, _ = dataset.__getitems__([5])
     assert again[0].equal(seen[394]), "whatever batch it comes in"
     assert padded[:, :, 1:-1, 1:-1].equal(images), "the images themselves are not touched"
+
+
+def image_tree(folder, side):
+    """Two classes of 20 images each, PNG, which loses nothing; the held-out ones are the same."""
+    from torchvision.io import write_png
+
+    images = torch.randint(0, 256, (40, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    for part in ("train", "val"):
+        for i, image in enumerate(images):
+            path = folder / part / "ab"[i // 20] / f"{i:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_png(image, str(path))
+    return images, make_args("single", "--dataset", "imagefolder", "--data-dir", str(folder))
+
+
+def loaded(args, dataset, workers, world_size=1):
+    """Return [40, ...]: each sample of epoch 3, by its index, as so many workers of so many ranks load it."""
+    images, args.workers = {}, workers
+    for rank in range(world_size):
+        sampler = make_sampler(40, 8, rank, world_size)
+        sampler.set_position(3, 0)
+        loader = common.build_loader(args, dataset, sampler, torch.device("cpu"))
+        for (_, indices), (batch, _) in zip(list(sampler), loader):
+            images |= dict(zip(indices, batch))
+    return torch.stack([images[index] for index in range(40)])
+
+
+@pytest.mark.parametrize(("size", "side"), [(16, 16), (16, 20), (64, 80)], ids=["as it is", "resized", "photographs"])
+def test_image_file_is_augmented_alike_whoever_loads_it(size, side, tmp_path):
+    images, args = image_tree(tmp_path, side)
+    args.image_size = size
+    train_set, val_set = task.build_datasets(args)
+    alone = loaded(args, train_set, 0)
+    assert alone.shape == (40, 3, size, size) and alone.dtype == torch.uint8
+    for workers, world_size in ((2, 1), (0, 3), (1, 3)):
+        assert loaded(args, train_set, workers, world_size).equal(alone)
+    assert not any(image.equal(other) for image, other in zip(loaded(args, val_set, 0), alone)) or size == 16
+    train_set.set_epoch(4)
+    assert not train_set.__getitems__(list(range(40)))[0].equal(alone), "another epoch, another augmentation"
+    assert len({image.numpy().tobytes() for image in loaded(args, val_set, 0)}) == 40, "and none in evaluation, whatever the epoch"
+    held_out, targets = val_set.__getitems__([39, 0])
+    assert targets.tolist() == [1, 0]
+    if size == side:
+        assert held_out.equal(images[[39, 0]])
+        windows = task.windows_of(images, 2)
+        for index in range(40):
+            crops = torch.from_numpy(windows[index].reshape(3, 25, 16, 16).copy()).transpose(0, 1)
+            assert any(alone[index].equal(crop) or alone[index].equal(crop.flip(-1)) for crop in crops)
+
+
+def test_broken_image_is_named_or_replaced_in_a_whole_batch_too(tmp_path, capfd):
+    images, args = image_tree(tmp_path, 16)
+    args.image_size = 16
+    (tmp_path / "val" / "a" / "03.png").write_bytes(b"no picture")
+    (tmp_path / "val" / "b" / "39.png").write_bytes((tmp_path / "val" / "b" / "39.png").read_bytes()[:300])
+    _, val_set = task.build_datasets(args)
+    with pytest.raises(RuntimeError, match=r"sample 3 cannot be read: .*val/a/03\.png: .*; --skip-corrupt takes the next one"):
+        common.KeyedDataset(val_set, args).__getitems__((0, [2, 3]))
+    args.skip_corrupt = True
+    seen, targets = common.KeyedDataset(val_set, args).__getitems__((0, [3, 39, 7]))
+    assert seen.equal(images[[4, 0, 7]]) and targets.tolist() == [0, 0, 0]
+    assert capfd.readouterr().err.count("the next one takes its place") == 2
+
+
+def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
+    from PIL import Image
+
+    image = Image.fromarray(torch.randint(0, 256, (9, 7, 3), dtype=torch.uint8).numpy())
+    image.save(tmp_path / "image.bmp")
+    assert (
+        task.read_image(str(tmp_path / "image.bmp")).permute(1, 2, 0).equal(torch.tensor(image.getdata(), dtype=torch.uint8).view(9, 7, 3))
+    )
+    Image.new("I;16", (4, 4), 300).save(tmp_path / "deep.png")
+    deep = task.read_image(str(tmp_path / "deep.png"))
+    assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4)
+
+
+def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
+    _, args = image_tree(tmp_path, 16)
+    workers = {}
+    for name, dataset in (("files", task.build_datasets(args)[0]), ("memory", task.build_datasets(make_args())[0])):
+        workers[name] = common.build_loader(make_args(), dataset, make_sampler(40, 8), torch.device("cpu")).num_workers
+    assert workers == {"files": min(8, torch.get_num_threads()), "memory": 0}
 
 
 def count_up(path):
@@ -208,6 +292,28 @@ def test_check_starts_no_thread_and_draws_no_random_number():
     assert in_process(print_traces) == "True\n"
 
 
+def test_check_is_silent(tmp_path, capfd):
+    """What it finds right is said by the run, once."""
+    torch.save(state_dict(), tmp_path / "weights.pt")
+    check("single", 1, "--weights", str(tmp_path / "weights.pt"))
+    assert capfd.readouterr() == ("", "")
+
+
+def no_launcher_has_checked(rank):
+    del os.environ["LAUNCH_MEETING_FILE"]
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_script_alone_checks_too(mode, tmp_path):
+    """Not only `run.sh`: a task whose loss cannot be right is one line, not a traceback in the first step."""
+    (tmp_path / "mean.py").write_text(
+        "from task import build_datasets, build_model, per_sample_metrics\ndef per_sample_loss(outputs, targets): return outputs.mean()"
+    )
+    result = train(mode, 1, "--task", tmp_path / "mean.py", folder=tmp_path, patch=no_launcher_has_checked)
+    assert result.code == 2 and "per_sample_loss must be one number a sample, shape [2] for 2 samples, got shape []" in result.err
+    assert len(result.err.splitlines()) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------- frozen, averaged BatchNorm
 
 
@@ -291,3 +397,19 @@ def test_interrupted_swa_goes_on_bitwise(tmp_path):
     for name, value in straight.checkpoint()["average"].items():
         assert torch.equal(torch.as_tensor(resumed.checkpoint()["average"][name]), torch.as_tensor(value)), name
     assert without_speed(resumed.lines) == without_speed(straight.lines)
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_tensorboard_shows_images_and_what_they_are_taken_for(mode, n, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = ("--epochs", "2", "--batch-size", "700", "--warmup-epochs", "0")
+    result = train(mode, n, *argv, "--tensorboard", folder=tmp_path)
+    assert result.code == 0, result.err
+    events = EventAccumulator(str(result.folder), size_guidance={"images": 0, "tensors": 0}).Reload()
+    assert {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "eval/loss", "eval/top1"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Images("images")] == [2, 4]
+    texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("images taken for (are)/text_summary")]
+    assert len(texts) == 2 and all(re.fullmatch(r"(\d \(\d\)(, )?){16}", text) for text in texts), texts
+    plain = train(mode, n, *argv, folder=tmp_path / "plain")
+    assert all(value.equal(plain.checkpoint()["model"][name]) for name, value in result.checkpoint()["model"].items()), "and only looks"
