@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import json
 import os
 import re
 from argparse import Namespace
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import TASKS, check, compare, make_args, make_sampler, run_processes, single_run, train
-from pitfalls import BASE, in_process, stop_after, without_speed
+from pitfalls import BASE, in_process, printed, stop_after, without_speed
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
+import checkpoint
 import common
 import options
 import task
@@ -413,3 +415,23 @@ def test_tensorboard_shows_images_and_what_they_are_taken_for(mode, n, tmp_path)
     assert len(texts) == 2 and all(re.fullmatch(r"(\d \(\d\)(, )?){16}", text) for text in texts), texts
     plain = train(mode, n, *argv, folder=tmp_path / "plain")
     assert all(value.equal(plain.checkpoint()["model"][name]) for name, value in result.checkpoint()["model"].items()), "and only looks"
+
+
+def print_memory(rank):
+    end_epoch = checkpoint.Run.end_epoch
+
+    def watched(run, metrics):
+        end_epoch(run, metrics)
+        print("memory", json.dumps(int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])))
+
+    checkpoint.Run.end_epoch = watched
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_memory_does_not_grow_with_the_epochs(mode, n, tmp_path):
+    result = train(mode, n, *BASE, "--epochs", "24", "--average", "ema", "--workers", "1", folder=tmp_path, patch=print_memory)
+    assert result.code == 0, result.err
+    sizes = printed(result.out, "memory")
+    per_rank = [sizes[rank * 24 : (rank + 1) * 24] for rank in range(n)]
+    for size in per_rank:
+        assert max(size[4:]) <= 1.01 * size[3], f"kB after each epoch: {size}"

@@ -19,7 +19,7 @@ LINES = {
     "loading.py": 240,
     "task.py": 310,
     "run.sh": 72,
-    "README.md": 200,
+    "README.md": 240,
 }
 
 
