@@ -235,6 +235,8 @@ def outcome(codes: list[int], first: int) -> tuple[int, str]:
 
     `first` is the process whose failure was noticed first. The rest may have been ended for its sake.
     """
+    if codes[first] < 0 and -codes[first] not in SIGNALS:  # the others ended for its sake, however they put it
+        return 1, f"process {first} was killed by {signal.Signals(-codes[first]).name}"
     for code in (codes[first], *codes):
         if code in (2, 3, FAILED, *(128 + number for number in SIGNALS)):
             ended = code == FAILED and any(code > FAILED and code != LOST for code in codes)  # they said so, after the one that failed

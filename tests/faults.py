@@ -182,7 +182,10 @@ def make_read_only(trial: Trial, launch: Launch) -> bool:
     """Linux refuses this while the log is open for writing: so it is done to a run that was killed, and started again."""
     signal_all(signal.SIGKILL, trial, launch)
     launch.end(LIMIT)
-    subprocess.run(["mount", "-o", "remount,ro", trial.output], check=True)
+    deadline = time.monotonic() + 10
+    while subprocess.run(["mount", "-o", "remount,ro", trial.output], stderr=subprocess.PIPE).returncode:
+        expect(time.monotonic() < deadline, "the folder could not be made read-only")
+        time.sleep(0.05)  # a last thread of what was killed still has the log open
     trial.repairs.callback(subprocess.run, ["mount", "-o", "remount,rw", trial.output], check=True)
     with trial.start("read-only") as again:
         code = again.end(LIMIT)
@@ -255,7 +258,7 @@ def signals() -> list[Fault]:
     ]
 
 
-KILLED = "SIGKILL|[Ss]ignal 9|exit code: -9"
+KILLED = "SIGKILL|[Ss]ignal 9|exit ?code: -9"
 FALLBACK = "last.pt: damaged.*falling back"
 FAULTS = [
     Fault("SIGKILL to all processes", functools.partial(signal_all, signal.SIGKILL), {137}),
@@ -365,7 +368,7 @@ class Trial:
         killed = code == 1 and at_rank and not begun  # a rank that does not listen to signals yet
         expect(done or killed or code in self.fault.codes, f"exit code {code}")
         if self.fault.codes <= {0, 130, 138, 143}:
-            importing = not begun and errors.rstrip().endswith("KeyboardInterrupt")  # Python's own words
+            importing = not begun and "\nKeyboardInterrupt\n" in errors  # Python's own words, before there is anything to save
             expect(killed or importing or "Traceback" not in errors, "a traceback, though it was only asked to stop")
         if code and self.fault.codes == FAILURE:
             cause = "\n".join(errors.splitlines()[-LAST_LINES:])

@@ -436,6 +436,8 @@ mutant("launch: a task's own connection is taken for the ranks'", "launch", 'r"(
 mutant("launch: the code of a rank that was ended for another's sake", "launch", "for code in (codes[first], *codes):",
        "for code in codes:",
        f"{ENDINGS}end_of_spawned_processes_is_told_by_who_failed_first")
+mutant("launch: who was killed is forgotten for those who were then told to stop", "launch", "if codes[first] < 0 and", "if False and",
+       f"{ENDINGS}end_of_spawned_processes_is_told_by_who_failed_first")
 mutant("stop: a signal in an epoch's last step waits for the evaluation", "checkpoint", "        self.stop.save_if_received()  # in",
        "        # in",
        f"{ENDINGS}signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation")

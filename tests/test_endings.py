@@ -169,6 +169,7 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
         ([launch.FAILED, launch.LOST], 0, 1, ""),
         ([launch.LOST, launch.FAILED, -15], 0, 1, ""),
         ([launch.LOST, -9, -15], 0, 1, "process 1 was killed by SIGKILL"),
+        ([143, -9, 143], 1, 1, "process 1 was killed by SIGKILL"),
         ([-15, -15], 1, 143, "process 1 was killed by SIGTERM"),
         ([143, launch.FAILED], 1, 1, "process 1 failed first, as it says above"),
         ([-9, -15, -9], 1, 143, "process 1 was killed by SIGTERM"),
