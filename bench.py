@@ -218,7 +218,7 @@ def report(result: dict[str, Any]) -> str:
     start, of = result["start_up"], "single" if result["device"] == "cpu" else "N × single"  # replicas share cores, but not accelerators
     head = f"workload | mode | bare, images/s | script, images/s | script / bare | script, of {of} | peak, MiB a process"
     lines = [f"| {head} | MB sent a step and rank, formula | measured | host syncs a step |", "|---" * 10 + "|"]
-    below = ["", f"Start-up of digitnet, to its first step: bare {start['bare']:.2f} s, run.sh single {start['script']:.2f} s.", ""]
+    below = ["", f"Start-up of digitnet, to its first step: bare {start['bare']:.2f} s, run.sh single {start['script']:.2f} s."]
     table = ["", "Predicted efficiency, ring / tree, if each device has this one's batch and speed, and nothing overlaps:", ""]
     table += [f"| devices | {' | '.join(map(str, DEVICES))} |", "|---" * (len(DEVICES) + 1) + "|"]
     for row in result["rows"]:
