@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -60,6 +61,39 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
     assert len(seconds["script"]) == len(seconds["bare"]) == 2
     assert min(seconds["script"]) >= 0.05 and min(seconds["bare"]) < 0.02
     assert all(map(torch.equal, before, net.parameters())), "the bare loop has a network of its own"
+
+
+def count_up(counter):
+    while True:
+        counter.value += 1
+
+
+def test_loader_workers_stand_still_while_the_bare_loop_is_timed_and_go_on_for_the_script(tmp_path, monkeypatch):
+    fork, moved = multiprocessing.get_context("fork"), []
+    counter = fork.RawValue("Q", 0)
+    worker = fork.Process(target=count_up, args=(counter,), daemon=True)
+    worker.start()
+
+    def bare():
+        before = counter.value
+        time.sleep(0.01)
+        moved.append(counter.value != before)
+
+    monkeypatch.setattr(bench, "bare_step", lambda *_: bare)
+    net = torch.nn.Linear(1, 1)
+    run = Namespace(args=make_args(), device=torch.device("cpu"), state=Namespace(net=net))
+    try:
+        with pytest.raises(common.Stopped):
+            for _ in bench.take_turns(Namespace(steps=2, repeats=1), "single", run, iter(lambda: ((), ()), None), tmp_path / "found"):
+                before, deadline = counter.value, time.monotonic() + 10
+                while counter.value == before:
+                    assert time.monotonic() < deadline, "it was stopped, and never went on"
+                    time.sleep(0.001)
+    finally:
+        worker.kill()
+        worker.join()
+    settle, steps = bench.SETTLE, 2 + bench.SETTLE
+    assert len(moved) == 3 * steps and not any(moved[steps + settle : 2 * steps] + moved[2 * steps + settle :])
 
 
 def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
