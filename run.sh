@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash run.sh MODE [N] [options]     MODE: single, dp, ddp or spawn trains on N devices; plot draws runs;
-#                                    test (options go to pytest), equivalence, mutants and faults prove
+# bash run.sh MODE [N] [options]     MODE: single, dp, ddp or spawn trains on N devices; plot draws runs; bench measures
+#                                    speed; test (options go to pytest), equivalence, mutants and faults prove
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
@@ -12,11 +12,11 @@ usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/run.sh"; } # the comment abov
 mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
-  single | dp | ddp | spawn | plot) ;;
+  single | dp | ddp | spawn | plot | bench) ;;
   test | equivalence | mutants | faults) needed+=("$here/tests/requirements.txt") ;;
   -h | --help | help) usage && exit 0 ;;
   "") usage >&2 && exit 2 ;;
-  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh plot|test|equivalence|mutants|faults" ;;
+  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults" ;;
 esac
 shift
 
@@ -45,7 +45,7 @@ fi
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
   equivalence | mutants | faults) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
-  plot) exec "$python" "$here/plot.py" "$@" ;;
+  plot | bench) exec "$python" "$here/$mode.py" "$@" ;;
 esac
 
 for option; do

@@ -21,7 +21,8 @@ from test_scripts import BUDGETS, README, ROOT, changed_lines  # noqa: E402 (nee
 def code_digest() -> str:
     """A hash of what the programs do: comments, layout and docstrings left out."""
     digest = hashlib.sha256()
-    for path in sorted([*(path for path in ROOT.glob("*.py") if path.name != "plot.py"), ROOT / "tests" / "equivalence.py"]):
+    programs = [path for path in ROOT.glob("*.py") if path.stem not in ("plot", "bench")]
+    for path in sorted([*programs, ROOT / "tests" / "equivalence.py"]):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
