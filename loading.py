@@ -41,8 +41,19 @@ def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
-    """Seed torch's generators for one forward: dropout masks differ between steps and ranks, and repeat after a resume."""
-    torch.manual_seed(mix(seed, step, micro_batch) % 2**63 + rank)
+    """Seed torch's generators for one forward: dropout masks differ between steps and ranks, and repeat after a resume.
+
+    As `torch.manual_seed` does, which on a machine without accelerator takes a stack trace each time for one that may still come.
+    """
+    bits = mix(seed, step, micro_batch) % 2**63 + rank
+    torch.default_generator.manual_seed(bits)
+    if accelerator := _accelerator():
+        accelerator.manual_seed(bits)
+
+
+@functools.cache
+def _accelerator() -> Any:
+    return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
 class GlobalBatchSampler(Sampler):
@@ -130,7 +141,7 @@ class KeyedDataset(Dataset):
             return self.dataset.__getitems__(readable)
 
     def _sample(self, epoch: int, index: int) -> Any:
-        torch.manual_seed(mix(self.seed, epoch, index))
+        torch.default_generator.manual_seed(mix(self.seed, epoch, index))
         random.seed(torch.initial_seed())
         np.random.seed(torch.initial_seed() % 2**32)
         return self.dataset[index]

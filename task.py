@@ -180,7 +180,7 @@ class ImageFiles(Dataset):
         image = read_image(os.fsdecode(self.paths[index]))
         if self.small and image.shape[1:] == self.frame:
             return image
-        torch.manual_seed(common.mix(self.seed, self.epoch, index))
+        torch.default_generator.manual_seed(common.mix(self.seed, self.epoch, index))
         return self.transform(image)
 
 

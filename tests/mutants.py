@@ -199,7 +199,7 @@ mutant("evaluation: every rank starts at sample 0", "loading", "range(rank, leng
        "range(0, length, world_size), math", SHARDS)
 mutant("evaluation: the last batch is dropped", "loading", "range(0, len(self.shard), self.batch_size):",
        "range(0, len(self.shard) - self.batch_size + 1, self.batch_size):", SHARDS)
-mutant("augmentation: no seed per sample", "loading", "torch.manual_seed(mix(self.seed, epoch, index))", "pass",
+mutant("augmentation: no seed per sample", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))", "pass",
        f"{AUGMENTED}[3-1-0-per sample]")
 mutant("augmentation: per-sample seed without the epoch", "loading", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)",
        f"{AUGMENTED}[0-3-0-per sample]")
@@ -243,7 +243,7 @@ mutant("compression: bf16 sent as fp16", "common", 'f"{args.grad_compress}_compr
        "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]")
 mutant("seed_rng: without the step", "loading", "mix(seed, step, micro_batch) %", "mix(seed, micro_batch) %",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
-mutant("seed_rng: without the rank", "loading", "% 2**63 + rank)", "% 2**63)",
+mutant("seed_rng: without the rank", "loading", "% 2**63 + rank", "% 2**63)",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
 mutant("seed_rng: without the seed", "loading", "mix(seed, step, micro_batch) %", "mix(0, step, micro_batch) %",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
@@ -497,8 +497,8 @@ mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIP
        f"{ENDINGS}ten_skipped_steps_in_a_row_are_remembered")
 mutant("data: --skip-corrupt ignored", "loading", "if not self.skip_corrupt:", "if True:",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
-mutant("data: the replacement is drawn as the broken one", "loading", "torch.manual_seed(mix(self.seed, epoch, index))",
-       "torch.manual_seed(mix(self.seed, epoch, first))",
+mutant("data: the replacement is drawn as the broken one", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))",
+       "torch.default_generator.manual_seed(mix(self.seed, epoch, first))",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("data: a broken file is not named", "task", 'raise OSError(f"{path}: {error}") from error', "raise",
        f"{ENDINGS}broken_image_file_is_named")
@@ -545,8 +545,8 @@ mutant("replicas: buffers shared", "replicas", "buffer.clone() if r else buffer"
        "survivors::test_data_parallel_is_ddp_with_batchnorm")
 mutant("replicas: buffers never updated", "replicas", "buffer.clone() if r else buffer", "buffer.clone()",
        "survivors::test_data_parallel_is_ddp_with_batchnorm")
-mutant("replicas: all drop the same units", "replicas", "            torch.manual_seed(seed + r)\n            outputs",
-       "            torch.manual_seed(seed)\n            outputs", f"{MASKS}[dp-2]")
+mutant("replicas: all drop the same units", "replicas", "            torch.default_generator.manual_seed(seed + r)\n            outputs",
+       "            torch.default_generator.manual_seed(seed)\n            outputs", f"{MASKS}[dp-2]")
 mutant("replicas: cut otherwise than torch does", "replicas", "list(value.chunk(pieces))", "list(value.tensor_split(pieces))",
        LAST + "29_data_parallel_gathers_losses")
 mutant("replicas: first outputs twice", "replicas", "return torch.cat(parts)", "return torch.cat([first, *parts[:-1]])",
@@ -563,7 +563,7 @@ mutant("sync-bn: momentum None", "replicas", "1 / self.num_batches_tracked.item(
 mutant("sync-bn: statistics of the batch in evaluation", "replicas", "if not self.training or not (", "if not (",
        f"{SYNC_BN}[1d-default-2]")
 
-mutant("task: augmentation without the epoch", "task", "common.keyed_uniform(self.seed, self.epoch,", "common.keyed_uniform(self.seed, 0,",
+mutant("task: augmentation without the epoch", "task", "(self.seed, self.epoch, index, 3)", "(self.seed, 0, index, 3)",
        f"{AUGMENTED}[0-3-0-in memory]")
 mutant("task: augmentation by the place in the batch", "task", "self.epoch, index, 3)", "self.epoch, np.arange(len(index)), 3)",
        f"{AUGMENTED}[0-3-0-in memory]")
@@ -576,7 +576,7 @@ mutant("task: trained on held-out images", "task", "ImagesInMemory(images[:1437]
 mutant("task: label smoothing ignored", "task", ", label_smoothing=label_smoothing)", ")",
        "survivors::test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "survivors::test_metrics_of_the_default_task")
-mutant("task: shift to one side only", "task", "(2 * self.shift + 1)).astype(int)", "(self.shift + 1)).astype(int)",
+mutant("task: shift to one side only", "task", "* windows.shape[2]).astype(int)", "* (windows.shape[2] // 2 + 1)).astype(int)",
        "sampling::test_shift_moves_the_image_by_at_most_one_pixel")
 
 NEW = "data_and_models::test_"
