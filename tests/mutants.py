@@ -243,7 +243,7 @@ mutant("compression: bf16 sent as fp16", "common", 'f"{args.grad_compress}_compr
        "survivors::test_compressed_gradients_differ_by_their_rounding[bf16]")
 mutant("seed_rng: without the step", "loading", "mix(seed, step, micro_batch) %", "mix(seed, micro_batch) %",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
-mutant("seed_rng: without the rank", "loading", "% 2**63 + rank", "% 2**63)",
+mutant("seed_rng: without the rank", "loading", "% 2**63 + rank", "% 2**63",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
 mutant("seed_rng: without the seed", "loading", "mix(seed, step, micro_batch) %", "mix(0, step, micro_batch) %",
        "training_math::test_dropout_seed_of_replica_r_is_that_of_rank_r")
