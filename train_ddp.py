@@ -1,7 +1,10 @@
 """Train on N devices, one process each: `bash run.sh ddp N [options]`, or `torchrun --nproc-per-node N train_ddp.py [options]`."""
 
+import signal
 import sys
 from argparse import Namespace
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,10 @@
 """Train on N devices, one process for all: `bash run.sh dp N [options]`, or `python train_dp.py --replicas N [options]`."""
 
+import signal
 import sys
 from argparse import Namespace
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
 
 import torch
 from torch import nn

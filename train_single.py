@@ -1,7 +1,10 @@
 """Train on one device: `bash run.sh single [options]`, or `python train_single.py [options]`."""
 
+import signal
 import sys
 from argparse import Namespace
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
 
 import torch
 from torch import nn

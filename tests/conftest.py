@@ -1,5 +1,6 @@
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_collection_finish() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the scripts have changed when they were imported
 
 
 def pytest_sessionfinish() -> None:

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
-from launches import TASKS, Launch, listening, read
+from launches import ROOT, TASKS, Launch, listening, read
 
 OPTIONS = ["--task", str(TASKS / "small.py"), "--batch-size", "30", "--epochs", "10000", "--log-every", "6"]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
@@ -38,6 +40,17 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
         assert saved["global_step"] > 12 and not list((tmp_path / "run").glob(".*tmp*"))
         message = f"stopped by {number.name} after saving step {saved['global_step']} (exit code {CODES[number]})"
         assert launch.errors().rstrip().endswith(message), "the last line says what happened"
+
+
+@pytest.mark.parametrize("script", ["train_single.py", "train_dp.py", "train_ddp.py", "train_spawn.py", "launch.py"])
+def test_ctrl_c_ends_the_import_of_torch(script, tmp_path):
+    """Python's KeyboardInterrupt would be a traceback, or be swallowed by whatever is being imported: then the run goes on."""
+    command = [sys.executable, str(ROOT / script), "1", "--output-dir", "run"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        while "libtorch" not in read(process.pid, "maps"):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert (process.communicate(timeout=60)[0], process.returncode) == (b"", -signal.SIGINT)
 
 
 def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
