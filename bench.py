@@ -199,7 +199,9 @@ def measure(args: Namespace, workload: str, mode: str, argv: list[str], folder: 
 def start_up(kind: str, repeats: int, folder: Path) -> dict[str, float]:
     """Median seconds from the command to the end of the first step: `run.sh single` and a bare program, taking turns."""
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # run.sh shall find this Python
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": THREADS or str(CORES)}
+    own = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_MEETING_FILE"}  # of the workers of `measure`
+    environment = {**{name: value for name, value in os.environ.items() if name not in own}, "PATH": path}
+    environment["OMP_NUM_THREADS"] = THREADS or str(CORES)
     bare = [sys.executable, "-c", BARE_START.format(device=kind)]
     script = ["bash", str(Path(__file__).with_name("run.sh")), "single", "--epochs", "1", "--log-every", "1", "--device", kind]
     seconds: dict[str, list[float]] = {"bare": [], "script": []}

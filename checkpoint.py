@@ -413,7 +413,7 @@ class Run:
         net.eval()
         with autocast(self.args, self.device):
             outputs = net(inputs)
-        if isinstance(outputs, Tensor) and outputs.dim() == 2 and targets.dim() == 1:
+        if all(isinstance(value, Tensor) for value in (outputs, targets)) and outputs.dim() == 2 and targets.dim() == 1:
             guesses = [f"{guess} ({target})" for guess, target in zip(outputs.argmax(1).tolist(), targets.tolist())]
             self.writer.add_text("images taken for (are)", ", ".join(guesses), self.state.global_step)
 
@@ -432,13 +432,13 @@ class Run:
         state, score = self.state, next(value for name, value in metrics.items() if name != "loss")
         self.stop.save_now = None
         self.log_eval(metrics)
-        if self.writer and self.shown:
-            self._show()
         state.epoch, state.step = state.epoch + 1, 0
         best = math.isfinite(score) and (state.best is None or score > state.best)
         state.best = score if best else state.best
         kept = [f"epoch-{state.epoch:04}.pt"] if self.args.keep_every and state.epoch % self.args.keep_every == 0 else []
         self.save(*(["best.pt"] if best else []), *kept, "last.pt")  # the last one counts the epoch as done
+        if self.writer and self.shown:
+            self._show()
 
     def finish(self) -> int:
         """Call it on every rank when all is done; return the exit code."""

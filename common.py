@@ -169,19 +169,21 @@ def build_net(args: argparse.Namespace, task: types.SimpleNamespace, device: tor
     torch.manual_seed(args.seed)
     net = task.build_model(args)
     if args.weights not in (None, "default"):  # default: which ones, only the task knows
-        load_weights(args, net, read_tensors(args.weights))
+        load_weights(args, net, read_tensors(args.weights, old=True))
     if frozen := freeze(args, net):
         print0(f"frozen: {frozen} of {len(list(net.parameters()))} parameter tensors")
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return net.to(device, getattr(torch, args.dtype), memory_format=memory_format)
 
 
-def read_tensors(path: str | Path) -> Any:
-    """Read a file of torch.save to the CPU. Raises almost anything if it is damaged, or holds more than tensors and plain values.
+def read_tensors(path: str | Path, old: bool = False) -> Any:
+    """Read a file of torch.save to the CPU, of before torch 1.6 only if `old`. `weights_only` lets no code in the file run.
 
-    `weights_only` sees to the latter, so that no code in the file runs.
+    Raises almost anything if it is damaged, or holds more than tensors and plain values.
     """
-    if zipfile.is_zipfile(path):  # as torch.save writes it since 1.6
+    with open(path, "rb") as file:
+        zipped = file.read(4) == b"PK\3\4"  # as torch.load tells it: zipfile has other rules, and could take a file for none
+    if zipped or not old:
         with zipfile.ZipFile(path) as file:
             if any(member.compress_type != zipfile.ZIP_STORED for member in file.infolist()):
                 raise ValueError("compressed, which torch.save never does")  # a small file could fill the memory
@@ -191,14 +193,20 @@ def read_tensors(path: str | Path) -> Any:
 
 
 def load_weights(args: argparse.Namespace, net: nn.Module, weights: Any) -> None:
-    """Load what fits of a state dict, or of a checkpoint with one, and name what does not. Raises UsageError if nothing does."""
-    weights = weights.get("model", weights.get("state_dict", weights)) if isinstance(weights, dict) else {}
+    """Load what fits of a state dict, or of a checkpoint with one, and name what does not. Raises UsageError if nothing does.
+
+    Of a checkpoint with an average of the weights it takes that: it is what was evaluated.
+    """
     own, given = net.state_dict(), {}
-    for name, value in weights.items():
+    for part in ("state_dict", "model", "average"):
+        weights = weights[part] if isinstance(weights, dict) and isinstance(weights.get(part), dict) and weights[part] else weights
+    for name, value in weights.items() if isinstance(weights, dict) else ():
         given[re.sub(r"^(module\.|_orig_mod\.)+", "", str(name))] = value  # of DistributedDataParallel and torch.compile
     fitting = {name: value for name, value in given.items() if name in own and getattr(value, "shape", None) == own[name].shape}
     if not fitting:
         raise UsageError(f"--weights {args.weights}: nothing in it fits the model, whose tensors are {', '.join(list(own)[:5])}, ...")
+    if bad := [name for name, value in fitting.items() if value.is_floating_point() and not value.isfinite().all()]:
+        raise UsageError(f"--weights {args.weights}: {', '.join(bad[:5])} is not finite")
     net.load_state_dict(fitting, strict=False)
     print0(f"weights: {len(fitting)} of the model's {len(own)} tensors are from {args.weights}")
     for name in [name for name in own if name not in fitting]:
@@ -227,7 +235,7 @@ def train_mode(model: nn.Module) -> None:
     """Put the model into training mode, all but BatchNorm whose parameters are frozen: it keeps its statistics."""
     model.train()
     for module in model.modules():
-        parameters = list(module.parameters()) if isinstance(module, nn.modules.batchnorm._NormBase) else []
+        parameters = list(module.parameters()) if isinstance(module, nn.modules.batchnorm._BatchNorm) else []
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             module.eval()
 
@@ -386,23 +394,25 @@ class Meter:
 
 @torch.no_grad()
 def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
-    """Estimate BatchNorm's statistics for an SWA average, whose activations are those of no network in training, over the epoch's data.
+    """Estimate BatchNorm's statistics for an SWA average, whose activations are those of no network in training, as training would.
 
-    Call it before the evaluation; without SWA it does nothing. `model` is the averaged network, or its replicas.
+    Over the epoch's batches, cut as in training: without `--sync-bn` those of rank 0 count, as they do there. Call it before the evaluation
+    at the end of an epoch; elsewhere, and without SWA, it does nothing. `model` is the averaged network, or replicas of it with the loss.
     """
-    if run.args.average != "swa" or not run.state.average.n_averaged:
+    if run.args.average != "swa" or not run.state.average.n_averaged or run.state.step < run.steps_per_epoch:
         return
     train_mode(model)
-    norms = [(norm, norm.momentum) for norm in model.modules() if isinstance(norm, nn.modules.batchnorm._NormBase) and norm.training]
+    norms = [(norm, norm.momentum) for norm in model.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.training]
     for norm, _ in norms:
         norm.reset_running_stats()
         norm.momentum = None  # a mean over all batches
     run.sampler.set_position(run.state.epoch, 0)
-    seed_rng(run.args.seed, run.state.global_step, 0, dist.get_rank() if is_distributed() else 0)  # dropout is at work
-    for batch in loader if norms else ():
-        for inputs, _ in split_batch(to_device(batch, run.device), run.args.accum_steps):  # what BatchNorm has seen in training
+    rank = dist.get_rank() if is_distributed() else 0
+    for step, batch in enumerate(loader if norms else ()):
+        for i, (inputs, targets) in enumerate(split_batch(to_device(batch, run.device), run.args.accum_steps)):
+            seed_rng(run.args.seed, run.state.global_step + step, i, rank)  # dropout is at work
             with autocast(run.args, run.device):
-                model(inputs)
+                model(inputs, targets) if isinstance(model, nn.DataParallel) else model(inputs)
     for norm, momentum in norms:
         norm.momentum = momentum
 

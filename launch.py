@@ -113,7 +113,7 @@ def announce_end(code: int, message: str, by_all: bool = True) -> int:
         with contextlib.suppress(FileExistsError), open(path, "x") as file:  # the first word counts
             file.write(f"{code} {message}\n")
     elif message and (is_rank0() or not by_all):
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.__stderr__, flush=True)  # even while check_run is silent
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     return 0 if path and by_all else code
 
 

@@ -60,10 +60,10 @@ class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches, of which this rank takes its contiguous piece.
 
     Yields (epoch, indices). Step k trains on order[k * B : (k + 1) * B] in every mode; the ragged tail is dropped, so that an epoch has
-    length // B steps at any world size. `--balanced` draws with replacement instead, each class of `dataset.targets` equally often
-    on average. With accumulation every micro-batch is cut among the ranks, so that together they hold the one
-    that a single device would, and `--sync-bn` sees the same statistics. `set_position` names the epoch and the step to start at: what a
-    resumed run skips is never loaded.
+    length // B steps at any world size. `--balanced` draws with replacement instead, each class of `dataset.targets` equally often on
+    average; a sample that is drawn again in an epoch is augmented alike. With accumulation every micro-batch is cut among the ranks, so
+    that together they hold the one that a single device would, and `--sync-bn` sees the same statistics. `set_position` names the epoch
+    and the step to start at: what a resumed run skips is never loaded.
     """
 
     def __init__(self, args: argparse.Namespace, dataset: Dataset, rank: int = 0, world_size: int = 1) -> None:
@@ -75,10 +75,15 @@ class GlobalBatchSampler(Sampler):
         self.epoch = self.step = 0
         self.classes = None
         if args.balanced:
-            targets = torch.as_tensor(getattr(dataset, "targets", ()))
-            if targets.shape != (self.length,):
-                raise UsageError("--balanced needs a training set with `targets`, the class of each sample; this one has none")
-            self.classes = [(targets == value).nonzero().squeeze(1) for value in targets.unique()]
+            try:
+                targets = np.array([getattr(target, "item", lambda target=target: target)() for target in dataset.targets])
+                _, classes, sizes = np.unique(targets, return_inverse=True, return_counts=True)
+            except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                wanted = "one number or text for each sample, its class"
+                raise UsageError(f"--balanced needs a training set with `targets`, {wanted} ({type(error).__name__}: {error})") from error
+            if len(targets) != length or targets.ndim != 1:
+                raise UsageError(f"--balanced needs one target for each of {length} samples, got {list(targets.shape)}")
+            self.classes = torch.from_numpy(classes.argsort(kind="stable")), torch.from_numpy(sizes)
 
     def set_position(self, epoch: int, step: int) -> None:
         self.epoch, self.step = epoch, step
@@ -96,10 +101,10 @@ class GlobalBatchSampler(Sampler):
     def _order(self, generator: torch.Generator) -> Tensor:
         if not self.classes:
             return torch.randperm(self.length, generator=generator)
-        sizes = torch.tensor([len(members) for members in self.classes])
+        by_class, sizes = self.classes
         drawn = torch.randint(len(sizes), (self.length,), generator=generator)
         member = torch.rand(self.length, generator=generator, dtype=torch.float64) * sizes[drawn]
-        return torch.cat(self.classes)[(sizes.cumsum(0) - sizes)[drawn] + member.long()]
+        return by_class[(sizes.cumsum(0) - sizes)[drawn] + member.long()]
 
 
 class ShardSampler(Sampler):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import inspect
 import io
 import math
 import os
+import random
 import re
 import sys
 import traceback
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -304,14 +307,8 @@ def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
         raise UsageError(f"--task {path}: {'is a folder; name a file in it' if path.is_dir() else 'no such file'}")
     if path.suffix != ".py":
         raise UsageError(f"--task {path}: must be a Python file with a name that ends in .py")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # so that it can import its neighbours; last, so that they replace nothing
-    name = path.stem if folder == str(Path(__file__).resolve().parent) else f"task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     with named(f"--task {path}", str(path)):
-        spec.loader.exec_module(module)
+        module = _load_module(path.resolve())
     names = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise UsageError(f"--task {path} must define {', '.join(names)}; missing: {', '.join(missing)}")
@@ -323,6 +320,18 @@ def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
             raise UsageError(f"--task {path}: {name} asks for {', '.join(unknown)}, which is no option")
         setattr(task, name, _bind(function, {option: getattr(args, option) for option in options}))
     return task
+
+
+@functools.cache  # it may register something with torch, say, which can be done only once; the check and the run both load it
+def _load_module(path: Path) -> types.ModuleType:
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # so that it can import its neighbours; last, so that they replace nothing
+    name = path.stem if folder == str(Path(__file__).resolve().parent) else f"task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _bind(function: Callable, options: dict[str, Any]) -> Callable:
@@ -340,23 +349,24 @@ def resolve_device_type(name: str) -> str:
 def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found when the run has begun: a bad task, data set, model or checkpoint.
 
-    Leaves no trace: no random number is drawn from the run's generator, and no thread is started, whose locks the forks of loader
-    workers would copy. What it finds right is not reported; the run will.
+    It draws no random number from the run's generators and starts no thread, whose locks the forks of loader workers would copy.
     """
-    if "LAUNCH_MEETING_FILE" in os.environ:
-        return  # launch.py did it before it started this rank
-    threads = torch.get_num_threads()
+    if "LAUNCH_MEETING_FILE" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # launch.py did it before it started this rank, or the first rank of this machine does it
+    threads, states = torch.get_num_threads(), (random.getstate(), np.random.get_state())
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with torch.random.fork_rng(devices=[]):
             _check_run(args)
     finally:
         torch.set_num_threads(threads)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _check_run(args: argparse.Namespace) -> None:
     from checkpoint import find_checkpoint  # they need this module
-    from common import GlobalBatchSampler, ShardSampler, freeze, load_weights, read_tensors
+    from common import GlobalBatchSampler, ShardSampler, freeze, load_weights, read_tensors, train_mode
     from launch import check_address
 
     if args.output_dir:
@@ -369,22 +379,24 @@ def _check_run(args: argparse.Namespace) -> None:
         lengths = len(train), len(held_out)
     GlobalBatchSampler(args, train)  # the samplers know what they need
     ShardSampler(lengths[1], args.batch_size)
-    with named(where := f"--task {args.task}: build_model", args.task):
+    quiet = contextlib.redirect_stdout(io.StringIO())  # what is right is said by the run
+    with quiet, named(where := f"--task {args.task}: build_model", args.task):
         torch.manual_seed(args.seed)
         net = task.build_model(args)
         if not isinstance(net, nn.Module) or not list(net.parameters()):
             raise UsageError(f"{where} must return an nn.Module with parameters, got {type(net).__name__}")
         freeze(args, net)
     if args.weights not in (None, "default"):
-        with named(f"--weights {args.weights}: damaged, or not a file of weights"):
-            load_weights(args, net, read_tensors(args.weights))
+        with quiet, named(f"--weights {args.weights}: damaged, or not a file of weights"):
+            load_weights(args, net, read_tensors(args.weights, old=True))
     with named(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, lengths[0])
     if checkpoint:
         with named(f"--resume {args.resume}: its weights do not fit the model"):
             net.load_state_dict(checkpoint["model"])
     net = net.to(getattr(torch, args.dtype))
-    check_samples(args, task, net.train(), train, "training")
+    train_mode(net)
+    check_samples(args, task, net, train, "training")
     check_samples(args, task, net.eval(), held_out, "evaluation")
 
 

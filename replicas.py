@@ -76,18 +76,7 @@ class DataParallel(nn.DataParallel):
     def gather(self, outputs: list, output_device: Any) -> Any:
         if not self.on_cpu:
             return super().gather(outputs, output_device)
-        return _join(outputs)
-
-
-def _join(parts: list[Any]) -> Any:
-    """Put nested values together again, tensor by tensor, along the first dimension."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts)
-    if isinstance(first, dict):
-        return {name: _join([part[name] for part in parts]) for name in first}
-    values = [_join(list(items)) for items in zip(*parts)]
-    return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
 
 def _chunk(value: Any, pieces: int) -> list[Any]:

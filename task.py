@@ -2,7 +2,8 @@
 
 A task is any file with these four functions (`--task FILE.py`); no other file knows the problem, and this one knows nothing of devices.
 
-    build_datasets(args) -> (train, val)                 map-style; a sample is (input, target), nested tensors
+    build_datasets(args) -> (train, val)                 map-style; a sample is (input, target), nested tensors; with `in_memory = True`
+                                                          it is loaded without workers, and --balanced needs `targets`, the classes
     build_model(args) -> nn.Module                        called with the random state seeded by --seed
     per_sample_loss(outputs, targets) -> Tensor [n]       differentiable; keyword-only parameters are filled from the options they name
     per_sample_metrics(outputs, targets) -> {name: [n]}   the first one, higher is better, decides which checkpoint is `best.pt`
@@ -116,8 +117,9 @@ def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         try:
             with common.one_at_a_time(args.data_dir) if args.download else contextlib.nullcontext():
                 source = getattr(datasets, TORCHVISION_CLASS[args.dataset])(args.data_dir, train=train, download=args.download)
-        except RuntimeError as error:
-            raise common.UsageError(f"--data-dir {args.data_dir}: no {args.dataset} here; --download fetches it ({error})") from error
+        except (RuntimeError, OSError) as error:
+            way = "could not be fetched" if args.download else "is not here; --download fetches it"
+            raise common.UsageError(f"--data-dir {args.data_dir}: {args.dataset} {way} ({error})") from error
         images = torch.as_tensor(source.data)
         images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
         augment = {"shift": images.shape[-1] // 8, "flip": flip, "seed": args.seed} if train else {}
@@ -169,6 +171,10 @@ class ImageFiles(Dataset):
     def __len__(self) -> int:
         return len(self.paths)
 
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, targets = self.__getitems__([index])
+        return images[0], targets[0]
+
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         images = torch.stack([self._image(index) for index in indices])
         if self.small and self.training:
@@ -186,16 +192,17 @@ class ImageFiles(Dataset):
 
 def read_image(path: str) -> Tensor:
     """Decode an image file to uint8 [3, H, W]. Raises OSError, naming it, if it is broken."""
+    from torchvision.transforms.v2.functional import pil_to_tensor, to_dtype
+
     try:
         from torchvision.io import decode_image  # twice as fast as PIL, but to leave torchvision one day
 
         image = decode_image(path, mode="RGB")
-        if image.dtype == torch.uint8:
-            return image
+        if image.dim() == 3:  # not the frames of a film
+            return image if image.dtype == torch.uint8 else to_dtype(image, torch.uint8, scale=True)
     except Exception:  # PIL can perhaps read it, and says better what is wrong
         pass
     from torchvision.datasets.folder import pil_loader
-    from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
         return pil_to_tensor(pil_loader(path))
@@ -270,7 +277,11 @@ def build_model(args: argparse.Namespace) -> nn.Module:
             raise common.UsageError(
                 f"--model {args.model}: unknown; close names: {', '.join(close)}; any torchvision classification model works"
             )
-        one_output = {"aux_logits": False, "init_weights": True} if args.model in ("googlenet", "inception_v3") else {}
+        one_output = (
+            {"aux_logits": False, "init_weights": True, "transform_input": args.weights == "default"}
+            if args.model in ("googlenet", "inception_v3")
+            else {}
+        )
         model = models.get_model(args.model, weights=None, num_classes=classes, **one_output)
         if args.weights == "default":
             common.load_weights(args, model, models.get_model_weights(args.model).DEFAULT.get_state_dict(check_hash=True))

@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         model.compile()
 
     if args.eval_only:
+        common.update_bn(run, state.averaged(), train_loader)  # if it was saved before that was done
         run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
         return run.finish()
     while state.epoch < args.epochs:

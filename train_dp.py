@@ -70,11 +70,12 @@ def main(argv: list[str] | None = None) -> int:
         model.compile()
 
     if args.eval_only:
+        common.update_bn(run, DataParallel(WithLoss(args, state.averaged(), task, device), args.replicas, device), train_loader)
         run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
-        common.update_bn(run, DataParallel(state.averaged(), args.replicas, device), train_loader)  # of an SWA average
+        common.update_bn(run, DataParallel(WithLoss(args, state.averaged(), task, device), args.replicas, device), train_loader)
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()
 

@@ -109,7 +109,7 @@ CASES = [
     ("single", 1, "--dataset imagenet", "--dataset: invalid choice: 'imagenet'"),
     ("single", 1, "--dataset cifar10", "--dataset cifar10 needs --data-dir"),
     ("single", 1, "--dataset cifar10 --data-dir TMP/nowhere", "--data-dir TMP/nowhere: no such folder"),
-    ("single", 1, "--dataset cifar10 --data-dir TMP", "--data-dir TMP: no cifar10 here; --download fetches it"),
+    ("single", 1, "--dataset cifar10 --data-dir TMP", "--data-dir TMP: cifar10 is not here; --download fetches it"),
     ("single", 1, "--dataset imagefolder --data-dir TMP", "--data-dir TMP: needs train/ and val/ (or test/)"),
     ("single", 1, "--resume TMP/missing.pt", "--resume TMP/missing.pt: no such file"),
     ("single", 1, "--resume TMP", "--resume TMP: is a folder; name a file in it, as last.pt"),

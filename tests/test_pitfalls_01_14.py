@@ -243,10 +243,13 @@ def die(how, losses):
 
 
 FAILING_TASK = """
+import small
 from small import *
 
 def per_sample_loss(outputs, targets):
-    raise RuntimeError("broken labels")
+    if outputs.requires_grad:  # not in the check
+        raise RuntimeError("broken labels")
+    return small.per_sample_loss(outputs, targets, label_smoothing=0.1)
 """
 
 
