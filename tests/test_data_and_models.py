@@ -5,9 +5,11 @@ import functools
 import json
 import os
 import re
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,11 +62,27 @@ def test_balanced_order_is_the_same_at_any_world_size():
         assert [[index for piece in pieces for index in piece[step]] for step in range(10)] == balanced()
 
 
-@pytest.mark.parametrize("targets", [None, [0] * 99, torch.zeros(100, 2)])
-def test_balanced_needs_the_class_of_each_sample(targets):
-    dataset = type("Other", (Labelled,), {"targets": targets} if targets is not None else {"targets": ()})
-    with pytest.raises(common.UsageError, match="--balanced needs a training set with `targets`, the class of each sample"):
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (None, "needs a training set with `targets`, one number or text for each sample, its class"),
+        ([0] * 99, r"needs one target for each of 100 samples, got \[99\]"),
+        (torch.zeros(100, 2), "its class \\(RuntimeError"),
+        ([{"class": 1}] * 100, "its class \\(TypeError"),
+    ],
+)
+def test_balanced_needs_the_class_of_each_sample(targets, message):
+    dataset = type("Other", (), {"__len__": Labelled.__len__} | ({} if targets is None else {"targets": targets}))
+    with pytest.raises(common.UsageError, match=f"--balanced {message}"):
         balanced(dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, torch.tensor, np.array, lambda values: [str(v) for v in values], lambda values: list(torch.tensor(values))]
+)
+def test_balanced_takes_targets_of_any_kind(kind):
+    order = balanced(dataset=type("Other", (Labelled,), {"targets": kind(sorted(Labelled.targets))}))
+    assert order == balanced(dataset=type("Other", (Labelled,), {"targets": sorted(Labelled.targets)}))
 
 
 def test_balanced_run_is_the_same_in_another_mode(tmp_path):
@@ -164,9 +182,12 @@ def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
     assert (
         task.read_image(str(tmp_path / "image.bmp")).permute(1, 2, 0).equal(torch.tensor(image.getdata(), dtype=torch.uint8).view(9, 7, 3))
     )
-    Image.new("I;16", (4, 4), 300).save(tmp_path / "deep.png")
+    Image.new("I;16", (4, 4), 0x7F80).save(tmp_path / "deep.png")
     deep = task.read_image(str(tmp_path / "deep.png"))
-    assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4)
+    assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4) and (deep == 0x7F).all(), "the upper byte"
+    film = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
+    film[0].save(tmp_path / "film.gif", save_all=True, append_images=film[1:])
+    assert task.read_image(str(tmp_path / "film.gif")).shape == (3, 4, 4), "its first image"
 
 
 def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
@@ -250,6 +271,21 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
         torch.save(content, tmp_path / name)
         with pytest.raises(options.UsageError, match=f"--weights {tmp_path / name}: {message}"):
             check("single", 1, "--weights", str(tmp_path / name))
+    torch.save(state_dict(), tmp_path / "stored")
+    with zipfile.ZipFile(tmp_path / "stored") as stored, zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as small:
+        for member in stored.namelist():
+            small.writestr(member, stored.read(member))
+    with open(tmp_path / "small", "ab") as file:
+        file.write(b"PK\5\6")  # with it, to the zipfile module the file is none, but to torch.load it is
+    assert not zipfile.is_zipfile(tmp_path / "small")
+    for option in ("--weights", "--resume"):
+        with pytest.raises(options.UsageError, match=f"{option} {tmp_path / 'small'}: damaged"):
+            check("single", 1, option, str(tmp_path / "small"))
+    torch.save(state_dict(), tmp_path / "old", _use_new_zipfile_serialization=False)
+    check("single", 1, "--weights", str(tmp_path / "old"))
+    torch.save({name: value * float("nan") for name, value in state_dict().items()}, tmp_path / "nan")
+    with pytest.raises(options.UsageError, match=r"conv1.weight, conv1.bias, .* is not finite"):
+        check("single", 1, "--weights", str(tmp_path / "nan"))
     torch.save(state_dict(), tmp_path / "flipped")
     content = bytearray((tmp_path / "flipped").read_bytes())
     content[len(content) // 2] ^= 1
@@ -299,6 +335,24 @@ def test_check_is_silent(tmp_path, capfd):
     torch.save(state_dict(), tmp_path / "weights.pt")
     check("single", 1, "--weights", str(tmp_path / "weights.pt"))
     assert capfd.readouterr() == ("", "")
+
+
+REGISTERS = """import logging, torch
+from task import build_datasets, build_model, per_sample_loss, per_sample_metrics
+torch.library.define("only_once::double", "(Tensor x) -> Tensor")
+logging.basicConfig(level="INFO")
+logging.info("the task is here")
+"""
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_task_is_loaded_once_and_may_log(mode, tmp_path):
+    """What it registers with torch it can register only once; and the check must not take its output away."""
+    (tmp_path / "registers.py").write_text(REGISTERS)
+    argv = ("--task", tmp_path / "registers.py", "--epochs", "1", "--batch-size", "700")
+    result = train(mode, 1, *argv, folder=tmp_path, patch=no_launcher_has_checked if mode != "ddp" else None)
+    assert result.code == 0, result.err
+    assert result.err.count("the task is here") == 1
 
 
 def no_launcher_has_checked(rank):
@@ -386,6 +440,42 @@ def test_swa_statistics_are_the_same_in_every_mode(mode, n, others, tmp_path):
     assert max(compare(result, reference).values()) < 1e-10
 
 
+DROPOUT_FIRST = """import torch
+from torch import nn
+from small import build_datasets, per_sample_loss, per_sample_metrics
+
+class Pixels(nn.Module):
+    def forward(self, images):
+        return images.flatten(1).double() / 90
+
+def build_model(args):
+    return nn.Sequential(Pixels(), nn.Dropout(0.5), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+"""
+
+
+@pytest.mark.parametrize(("mode", "n", "workers"), [("single", 1, 1), ("dp", 2, 0), ("spawn", 2, 1)])
+def test_swa_statistics_behind_dropout_do_not_depend_on_who_loads(mode, n, workers, tmp_path):
+    """Loading a sample draws from the same generator as dropout does, unless a worker loads it."""
+    (tmp_path / "dropout.py").write_text(DROPOUT_FIRST)
+    argv = (*SWA, "--task", tmp_path / "dropout.py", "--epochs", "1")
+    result = train(mode, n, *argv, "--workers", str(workers), folder=tmp_path / "one")
+    others = train("ddp" if n > 1 else "single", n, *argv, "--workers", "0", folder=tmp_path / "other")
+    assert result.code == others.code == 0, result.err + others.err
+    average = others.checkpoint()["average"]
+    for name, value in result.checkpoint()["average"].items():
+        assert torch.allclose(torch.as_tensor(value), torch.as_tensor(average[name]), rtol=1e-10, atol=1e-12), name
+
+
+def test_evaluation_of_a_checkpoint_from_before_its_evaluation_is_that_evaluation(tmp_path):
+    argv = (*SWA[:-1], "4", "--save-every", "6")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.checkpoint("previous.pt")["step"] == 6, "saved after the last step, before the statistics were there"
+    again = train("single", 1, *argv, "--eval-only", "--resume", result.folder / "previous.pt", folder=tmp_path)
+    assert again.code == 0, again.err
+    last, again = result.eval_lines()[-1], again.eval_lines()[-1]
+    assert last["loss"] == again["loss"] and last["top1"] == again["top1"]
+
+
 def test_swa_leaves_frozen_batchnorm_alone(tmp_path):
     result = train("single", 1, *SWA, "--freeze", "between.*", folder=tmp_path)
     assert result.checkpoint()["average"]["between.running_mean"].abs().sum() == 0
@@ -415,6 +505,19 @@ def test_tensorboard_shows_images_and_what_they_are_taken_for(mode, n, tmp_path)
     assert len(texts) == 2 and all(re.fullmatch(r"(\d \(\d\)(, )?){16}", text) for text in texts), texts
     plain = train(mode, n, *argv, folder=tmp_path / "plain")
     assert all(value.equal(plain.checkpoint()["model"][name]) for name, value in result.checkpoint()["model"].items()), "and only looks"
+
+
+def test_tensorboard_takes_a_task_with_nested_targets(tmp_path):
+    (tmp_path / "nested.py").write_text(
+        "import small\nfrom small import build_model\nclass Pairs:\n"
+        "    def __init__(self, data): self.data = data\n    def __len__(self): return len(self.data)\n"
+        "    def __getitem__(self, i): image, label = self.data[i]; return image, (label, label % 2)\n"
+        "def build_datasets(args): return tuple(map(Pairs, small.build_datasets(args)))\n"
+        "def per_sample_loss(o, t): return small.per_sample_loss(o, t[0], label_smoothing=0.1)\n"
+        "def per_sample_metrics(o, t): return small.per_sample_metrics(o, t[0])\n"
+    )
+    result = train("single", 1, "--task", tmp_path / "nested.py", "--epochs", "1", "--tensorboard", folder=tmp_path)
+    assert result.code == 0, result.err
 
 
 def print_memory(rank):
