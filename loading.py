@@ -76,7 +76,10 @@ class GlobalBatchSampler(Sampler):
         self.classes = None
         if args.balanced:
             try:
-                targets = np.array([getattr(target, "item", lambda target=target: target)() for target in dataset.targets])
+                targets = dataset.targets
+                if not isinstance(targets, (Tensor, np.ndarray)):
+                    targets = [target.item() if isinstance(target, Tensor) else target for target in targets]
+                targets = np.asarray(targets)
                 _, classes, sizes = np.unique(targets, return_inverse=True, return_counts=True)
             except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                 wanted = "one number or text for each sample, its class"
