@@ -12,12 +12,16 @@ import inspect
 import math
 import os
 import re
+import signal
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
 
 import torch
 from torch import Tensor, nn

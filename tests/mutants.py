@@ -380,7 +380,7 @@ mutant("stop: only if all ranks were told", "checkpoint", "dist.ReduceOp.MAX, as
 mutant("stop: signals of the ranks added", "checkpoint", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
        "survivors::test_signal_to_all_ranks_is_one_signal")
 mutant("stop: without saving", "checkpoint", "if stop or (args.save_every and", "if (args.save_every and", f"{BITWISE}[single-1-9]")
-for name in ("train_single", "train_dp", "train_ddp", "train_spawn", "launch"):
+for name in ("train_single", "train_dp", "train_ddp", "train_spawn", "launch", "options"):
     mutant(f"{name}: Ctrl-C is left to Python", name, "signal.signal(signal.SIGINT, signal.SIG_DFL)", "None",
            f"signals::test_ctrl_c_ends_the_import_of_torch[{name}.py]")
 mutant("stop: SIGTERM ends with 0", "launch", "signal.SIGTERM: 143", "signal.SIGTERM: 0", ONE + "11_sigterm_saves[0]")

@@ -42,7 +42,7 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
         assert launch.errors().rstrip().endswith(message), "the last line says what happened"
 
 
-@pytest.mark.parametrize("script", ["train_single.py", "train_dp.py", "train_ddp.py", "train_spawn.py", "launch.py"])
+@pytest.mark.parametrize("script", ["train_single.py", "train_dp.py", "train_ddp.py", "train_spawn.py", "launch.py", "options.py"])
 def test_ctrl_c_ends_the_import_of_torch(script, tmp_path):
     """Python's KeyboardInterrupt would be a traceback, or be swallowed by whatever is being imported: then the run goes on."""
     command = [sys.executable, str(ROOT / script), "1", "--output-dir", "run"]
