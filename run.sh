@@ -57,7 +57,7 @@ if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to
   devices=${BASH_REMATCH[1]} && shift # 08 is 8
   [[ $mode != single || $devices == 1 ]] || fail "N = $devices: single trains on one device; use: bash run.sh ddp $devices"
 elif [[ $mode != single ]]; then
-  devices=$(in_here -c 'import torch; print(torch.accelerator.device_count() or 2)')
+  devices=$(in_here -c 'import signal; signal.signal(2, signal.SIG_DFL); import torch; print(torch.accelerator.device_count() or 2)')
 fi
 cores=$(nproc) # processes with all the cores each would fight for them
 [[ $mode == single || $mode == dp ]] || cores=$((cores / devices))

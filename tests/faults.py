@@ -556,6 +556,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up then too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored, by all that is launched too
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     campaign = Campaign(args.seed, folder)
