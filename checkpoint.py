@@ -443,6 +443,8 @@ class Run:
     def finish(self) -> int:
         """Call it on every rank when all is done; return the exit code."""
         wait_for_all()
+        if self.writer:
+            self.writer.close()
         return announce_end(0, "")
 
     def save(self, *names: str) -> bool:

@@ -73,7 +73,7 @@ def test_balanced_order_is_the_same_at_any_world_size():
 )
 def test_balanced_needs_the_class_of_each_sample(targets, message):
     dataset = type("Other", (), {"__len__": Labelled.__len__} | ({} if targets is None else {"targets": targets}))
-    with pytest.raises(common.UsageError, match=f"--balanced {message}"):
+    with pytest.raises(common.UsageError, match=f"--balanced .*{message}"):
         balanced(dataset=dataset)
 
 
@@ -179,9 +179,7 @@ def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
 
     image = Image.fromarray(torch.randint(0, 256, (9, 7, 3), dtype=torch.uint8).numpy())
     image.save(tmp_path / "image.bmp")
-    assert (
-        task.read_image(str(tmp_path / "image.bmp")).permute(1, 2, 0).equal(torch.tensor(image.getdata(), dtype=torch.uint8).view(9, 7, 3))
-    )
+    assert task.read_image(str(tmp_path / "image.bmp")).equal(torch.tensor(np.asarray(image)).permute(2, 0, 1))
     Image.new("I;16", (4, 4), 0x7F80).save(tmp_path / "deep.png")
     deep = task.read_image(str(tmp_path / "deep.png"))
     assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4) and (deep == 0x7F).all(), "the upper byte"
