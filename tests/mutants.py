@@ -552,8 +552,8 @@ mutant("replicas: all drop the same units", "replicas", "            torch.defau
        "            torch.default_generator.manual_seed(seed)\n            outputs", f"{MASKS}[dp-2]")
 mutant("replicas: cut otherwise than torch does", "replicas", "list(value.chunk(pieces))", "list(value.tensor_split(pieces))",
        LAST + "29_data_parallel_gathers_losses")
-mutant("replicas: first outputs twice", "replicas", "return torch.cat(parts)", "return torch.cat([first, *parts[:-1]])",
-       f"{EQUAL}[dp-2-1]")
+mutant("replicas: first outputs twice", "replicas", "for output in outputs]) for name",
+       "for output in [outputs[0], *outputs[:-1]]]) for name", f"{EQUAL}[dp-2-1]")
 mutant("sync-bn: gradient not summed", "replicas", "        dist.all_reduce(gradient)\n", "", "sync_batchnorm::test_all_reduce_gradient[2]")
 mutant("sync-bn: input changed in place", "replicas", "        value = value.clone()\n", "", "sync_batchnorm::test_all_reduce_gradient[2]")
 mutant("sync-bn: biased running variance", "replicas", "variance * (n / (n - 1))", "variance", f"{SYNC_BN}[1d-default-2]")
@@ -587,7 +587,7 @@ mutant("balanced: every sample equally often", "loading", "if not self.classes:"
        f"{NEW}balanced_draws_every_class_equally_often_and_every_sample_of_it")
 mutant("balanced: the first of each class alone", "loading", "+ member.long()]", "]",
        f"{NEW}balanced_draws_every_class_equally_often_and_every_sample_of_it")
-mutant("balanced: without targets, not balanced", "loading", "if targets.shape != (self.length,):", "if False:",
+mutant("balanced: without targets, not balanced", "loading", "if len(targets) != length or targets.ndim != 1:", "if False:",
        f"{NEW}balanced_needs_the_class_of_each_sample")
 mutant("balanced: not resumed as such", "checkpoint", '"skip_corrupt", "weights"}', '"skip_corrupt", "weights", "balanced"}',
        "checkpoint::test_changed_option_that_would_change_the_run_is_refused_by_name[--balanced]")
@@ -604,7 +604,7 @@ mutant("weights: what is left out is not named", "common", "for name in [name fo
        f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: none that fits is accepted", "common", "    if not fitting:", "    if False:",
        f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
-mutant("weights: ignored in a run", "common", "load_weights(args, net, read_tensors(args.weights))", "pass",
+mutant("weights: ignored in a run", "common", "load_weights(args, net, read_tensors(args.weights, old=True))", "pass",
        f"{NEW}weights_are_where_training_starts_in_every_mode[single-1]")
 mutant("freeze: BatchNorm keeps learning", "common", "            module.eval()\n", "            pass\n",
        f"{NEW}frozen_batchnorm_keeps_its_statistics[ddp-2]")
@@ -618,7 +618,9 @@ mutant("swa: statistics of the next epoch", "common", "run.sampler.set_position(
 mutant("swa: statistics of the last batches", "common", "        norm.momentum = None  # a mean over all batches\n", "",
        f"{NEW}swa_statistics_are_those_that_torch_estimates")
 for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
-    mutant(f"{mode}: statistics of the average not estimated", f"train_{mode}", "        common.update_bn(", "        str(",
+    mutant(f"{mode}: statistics of the average not estimated", f"train_{mode}",
+           "        train_one_epoch(args, task, model, train_loader, state, run)\n        common.update_bn(",
+           "        train_one_epoch(args, task, model, train_loader, state, run)\n        str(",
            f"{NEW}swa_statistics_are_the_same_in_every_mode[{mode}-{n}-{'others0' if mode == 'dp' else 'None'}]")
 for mode in ("single", "dp"):
     mutant(f"{mode}: options not checked", f"train_{mode}", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[{mode}]")
@@ -626,9 +628,40 @@ mutant("ddp: options not checked", "train_ddp", "    common.check_run(args)\n", 
 mutant("check: starts threads", "options", "    torch.set_num_threads(1)\n", "", f"{NEW}check_starts_no_thread_and_draws_no_random_number")
 mutant("check: leaves the number of threads", "options", "        torch.set_num_threads(threads)\n", "        pass\n",
        f"{NEW}check_starts_no_thread_and_draws_no_random_number")
-mutant("check: draws random numbers", "options", "torch.random.fork_rng(devices=[]), ", "",
+mutant("check: draws torch's random numbers", "options", "with torch.random.fork_rng(devices=[]):", "if True:",
        f"{NEW}check_starts_no_thread_and_draws_no_random_number")
-mutant("check: says what the run will say again", "options", "contextlib.redirect_stdout(io.StringIO()), ", "", f"{NEW}check_is_silent")
+mutant("check: draws Python's random numbers", "options", "random.setstate(states[0])", "pass",
+       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
+mutant("check: draws numpy's random numbers", "options", "np.random.set_state(states[1])", "pass",
+       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
+mutant("check: says what the run will say again", "options", "contextlib.redirect_stdout(io.StringIO())", "contextlib.nullcontext()",
+       f"{NEW}check_is_silent")
+mutant("task: loaded twice", "options", "@functools.cache  # it may", "# it may", f"{NEW}task_is_loaded_once_and_may_log[single]")
+mutant("swa: seeded by whoever loads", "common", "seed_rng(run.args.seed, run.state.global_step + step, i, rank)", "pass",
+       f"{NEW}swa_statistics_behind_dropout_do_not_depend_on_who_loads[single-1-1]")
+mutant("swa: statistics in the middle of an epoch", "common", "not run.state.average.n_averaged or run.state.step < run.steps_per_epoch",
+       "not run.state.average.n_averaged", f"{NEW}interrupted_swa_goes_on_bitwise")
+for mode in ("single",):
+    mutant(f"{mode}: an average evaluated without its statistics", f"train_{mode}",
+           "        common.update_bn(run, state.averaged(), train_loader)  # if it", "        # if it",
+           f"{NEW}evaluation_of_a_checkpoint_from_before_its_evaluation_is_that_evaluation")
+mutant("load: a file is taken for none", "common", 'zipped = file.read(4) == b"PK\\3\\4"', "zipped = zipfile.is_zipfile(path)",
+       f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
+mutant("weights: NaN accepted", "common", "    if bad := [name for name, value in fitting",
+       "    if False and [name for name, value in fitting",
+       f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
+mutant("image: the lower byte of sixteen bits", "task", "to_dtype(image, torch.uint8, scale=True)", "image.to(torch.uint8)",
+       f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
+mutant("image: all frames of a film", "task", "if image.dim() == 3:", "if True:",
+       f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
+mutant("data: a broken image in a batch ends the run", "loading", "        except OSError:\n            readable",
+       "        except KeyError:\n            readable",
+       f"{NEW}broken_image_is_named_or_replaced_in_a_whole_batch_too")
+mutant("tensorboard: left open", "checkpoint", "            self.writer.close()\n", "            pass\n",
+       f"{NEW}tensorboard_shows_images_and_what_they_are_taken_for[single-1]")
+mutant("tensorboard: any targets are classes", "checkpoint",
+       "if all(isinstance(value, Tensor) for value in (outputs, targets)) and outputs",
+       "if outputs", f"{NEW}tensorboard_takes_a_task_with_nested_targets")
 
 # fmt: on
 

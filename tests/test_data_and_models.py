@@ -4,6 +4,7 @@ import fcntl
 import functools
 import json
 import os
+import random
 import re
 import zipfile
 from argparse import Namespace
@@ -315,12 +316,14 @@ def test_small_images_are_told_of_a_coarse_stem(capsys):
 def print_traces():
     def traces():
         threads = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads"))
-        return threads, torch.get_rng_state().sum().item(), torch.get_num_threads()
+        states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return threads, torch.get_num_threads(), states
 
     torch.set_num_threads(2)
     torch.manual_seed(3)
     before = traces()
     check("single", 1, "--model", "resnet9")
+    check("single", 1, "--task", str(TASKS / "faulty.py"))  # whose samples are loaded one by one
     print(before == traces())
 
 
