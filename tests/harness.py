@@ -111,8 +111,8 @@ def group_member(rank: int, world_size: int, meeting_point: str, function: Calla
     from datetime import timedelta
 
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.barrier()  # or a rank that is done at once would leave while another still connects to it
     code = function()
-    dist.barrier()  # one that is done at once would leave while the other still connects to it
     dist.destroy_process_group()
     return code
 
