@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 from torch import Tensor, nn
