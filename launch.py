@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 import torch.distributed as dist

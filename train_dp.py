@@ -4,7 +4,7 @@ import signal
 import sys
 from argparse import Namespace
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C now ends the import of torch too, which may swallow a KeyboardInterrupt
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 from torch import nn

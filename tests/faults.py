@@ -277,9 +277,7 @@ FAULTS = [
     Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
     Fault("file size limit", limit_file_size, FAILURE, "File too large"),
     Fault("read-only folder", make_read_only, {137}, prepare=mount),
-    Fault(
-        "last.pt truncated", functools.partial(kill_and_damage, truncate), {137}, prepare=watch, resumed="last.pt: damaged.*falling back"
-    ),
+    Fault("last.pt truncated", functools.partial(kill_and_damage, truncate), {137}, prepare=watch, resumed=FALLBACK),
     Fault("last.pt with a flipped bit", functools.partial(kill_and_damage, flip_bit), {137}, prepare=watch),
     Fault("a second run in the folder", start_second_run, {0}, prepare=watch),
     Fault("damaged image", damage_image, FAILURE, "set by the fault", prepare=make_images, options=IMAGES),
