@@ -302,6 +302,16 @@ class Scaler(torch.amp.GradScaler):
     def _keep_statistics(self) -> None:
         self.kept = torch.cat([buffer.flatten() for buffer in self.statistics]) if self.statistics else None
 
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Divide the gradient by the scale and return its norm, a 0-d tensor on the device."""
+        super().unscale_(optimizer)
+        return self.norm
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *others: Any) -> dict[torch.device, Tensor]:
+        found = None if self.fixed_scale == 1 else super()._unscale_grads_(optimizer, *others)
+        self.norm = nn.utils.get_total_norm(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        return found or {self.norm.device: 1 - self.norm.isfinite().float()}  # the norm tells too, without another pass over memory
+
     def update(self) -> None:
         found = [flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()]
         bad = (torch.stack(found).sum() > 0).float()
@@ -323,13 +333,10 @@ class Scaler(torch.amp.GradScaler):
         self._keep_statistics()  # of the network, which was restored before
 
 
-def clip_grad_norm(net: nn.Module, limit: float | None) -> Tensor:
-    """Scale the whole gradient down to the norm `limit` if it is longer; return its norm before, a 0-d tensor on the device."""
-    parameters = [parameter for parameter in net.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
+def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
+    """Scale the whole gradient, whose norm is `norm`, down to `limit` if it is longer."""
     if limit is not None:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return norm
+        nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)
 
 
 class NoAverage:

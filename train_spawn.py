@@ -35,8 +35,8 @@ def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: 
             loss = losses.sum() * (dist.get_world_size() / args.batch_size)  # DDP's average divides by the world size
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses)
-        state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient
-        grad_norm = common.clip_grad_norm(state.net, args.clip_grad_norm)
+        grad_norm = state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient
+        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)

@@ -213,8 +213,8 @@ def train_in_pieces(job: Job, args: Any, task: Any, model: torch.nn.Module, load
             for buffer, before in zip(model.buffers(), buffers) if rank else ():  # only rank 0's running statistics are kept
                 buffer.copy_(before)
             run.meter.add(loss=losses)
-        state.scaler.unscale_(state.optimizer)
-        grad_norm = common.clip_grad_norm(state.net, args.clip_grad_norm)
+        grad_norm = state.scaler.unscale_(state.optimizer)
+        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)

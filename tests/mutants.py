@@ -83,8 +83,9 @@ ENDINGS = "endings::test_"
 
 WRAP = "model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)"
 SCALED = "loss = losses.sum() * (dist.get_world_size() / args.batch_size)"
-UNSCALE = "        state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient\n"
-CLIP = "        grad_norm = common.clip_grad_norm(state.net, args.clip_grad_norm)\n"
+UNSCALE = "        grad_norm = state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient\n"
+CLIP = "        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)\n"
+NORM = "        grad_norm = nn.utils.get_total_norm([p.grad for p in state.net.parameters() if p.grad is not None])\n"
 STEP = "state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite"
 ADD = "            run.meter.add(loss=losses)\n"
 SYNC = "        common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ\n"
@@ -121,8 +122,8 @@ mutant("ddp: every micro-batch is synchronised", "train_ddp", "with model.no_syn
 mutant("ddp: forward outside no_sync", "train_ddp", "losses = task.per_sample_loss(model(inputs), targets)",
        "model.require_backward_grad_sync = True\n                losses = task.per_sample_loss(model(inputs), targets)",
        ONE + "09_accumulation_synchronises_the_last_piece")
-mutant("ddp: clipped before unscaling", "train_ddp", UNSCALE + CLIP, CLIP + UNSCALE, MANY + "21_clipping_sees_the_true_gradient")
-mutant("ddp: unscale_ missing", "train_ddp", UNSCALE, "", MANY + "21_clipping_sees_the_true_gradient")
+mutant("ddp: clipped before unscaling", "train_ddp", UNSCALE + CLIP, NORM + CLIP + UNSCALE, MANY + "21_clipping_sees_the_true_gradient")
+mutant("ddp: unscale_ missing", "train_ddp", UNSCALE, NORM, MANY + "21_clipping_sees_the_true_gradient")
 mutant("ddp: schedule stepped per micro-batch", "train_ddp", ADD, ADD + "            state.scheduler.step()\n",
        MANY + "24_schedule_counts_global_batches")
 mutant("ddp: a rank leaves its own NaN out", "train_ddp", f"            {SCALED}",
@@ -156,9 +157,9 @@ for mode, n in (("single", 1), ("dp", 2)):
     mutant(f"{mode}: dropout seed without the step", script, SEED, "common.seed_rng(args.seed, 0, i)", masks)
     mutant(f"{mode}: dropout seed without the micro-batch", script, SEED, "common.seed_rng(args.seed, state.global_step, 0)", masks)
     mutant(f"{mode}: NaN is not skipped", script, STEP, "state.optimizer.step()", f"{NAN}[{mode}-{n}]")
-    mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, CLIP + UNSCALE,
+    mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, NORM + CLIP + UNSCALE,
            "survivors::test_loss_scale_leaves_no_trace[" + f"{mode}-{n}]")
-    mutant(f"{mode}: unscale_ missing", script, UNSCALE, "", f"survivors::test_loss_scale_leaves_no_trace[{mode}-{n}]")
+    mutant(f"{mode}: unscale_ missing", script, UNSCALE, NORM, f"survivors::test_loss_scale_leaves_no_trace[{mode}-{n}]")
     mutant(f"{mode}: model stays in evaluation mode", script, "    common.train_mode(model)\n", "", masks)
     mutant(f"{mode}: model evaluated in training mode", script, "    model.eval()\n", "", masks)
 
@@ -286,10 +287,13 @@ mutant("scaler: skipped steps forgotten at resume", "common", 'self.skipped.fill
 mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass",
        "survivors::test_scaler_goes_on_where_it_was_saved")
 mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:",
-       "training_math::test_clip_grad_norm_returns_the_norm_before[0.1]")
-mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(parameters, limit, norm)",
-       "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in parameters]",
-       "training_math::test_clip_grad_norm_returns_the_norm_before[0.1]")
+       "training_math::test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
+mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)",
+       "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]",
+       "training_math::test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
+mutant("scaler: norm before unscaling", "common", "return self.norm", "return self.norm * self._scale",
+       "training_math::test_scaler_returns_the_norm_of_the_true_gradient[1024.0]")
+mutant("scaler: only NaN is noticed", "common", "1 - self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("ema: another decay", "common", "get_ema_multi_avg_fn(0.99)", "get_ema_multi_avg_fn(0.9)",
        "survivors::test_ema_and_swa_are_what_they_say")
 mutant("ema: buffers not averaged", "common", 'use_buffers=args.average == "ema"', "use_buffers=False",

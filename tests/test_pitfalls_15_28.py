@@ -262,9 +262,10 @@ def forget_unscale_on_purpose(rank):
 
 
 def unscale_when_stepping(self, optimizer):
-    """torch's `step` unscales what was not unscaled before; called from the loop, before the clipping, this does nothing."""
+    """torch's `step` unscales what was not unscaled before; called from the loop, before the clipping, this only takes the norm."""
     if sys._getframe(1).f_code.co_name == "step":
         torch.amp.GradScaler.unscale_(self, optimizer)
+    return nn.utils.get_total_norm(parameter.grad for parameter in optimizer.param_groups[0]["params"])
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 22

@@ -151,7 +151,8 @@ def dangers(source):
 
 @pytest.mark.parametrize("path", sorted(path.name for path in ROOT.glob("*.py")))
 def test_no_program_runs_what_a_file_or_an_option_says(path):
-    assert dangers((ROOT / path).read_text()) == []
+    own = ["subprocess"] if path == "bench.py" else []  # which starts run.sh and a program of its own, by lists of words
+    assert dangers((ROOT / path).read_text()) == own
 
 
 @pytest.mark.parametrize(

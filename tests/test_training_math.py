@@ -131,14 +131,26 @@ def test_sums_of_ranks_go_back_to_the_ranks():
 
 
 @pytest.mark.parametrize("limit", [None, 0.1, 1e9])
-def test_clip_grad_norm_returns_the_norm_before(limit):
+def test_clip_grad_norm_looks_at_the_whole_gradient(limit):
     net = nn.Linear(3, 2).double()
     net(torch.ones(4, 3, dtype=torch.float64)).square().sum().backward()
     gradients = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
-    norm = common.clip_grad_norm(net, limit)
-    assert norm.item() == pytest.approx(gradients.norm().item(), rel=1e-12)
+    common.clip_grad_norm(net, limit, gradients.norm())
     clipped = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
-    assert clipped.norm().item() == pytest.approx(min(limit or math.inf, norm.item()), rel=1e-4)
+    assert clipped.norm().item() == pytest.approx(min(limit or math.inf, gradients.norm().item()), rel=1e-4)
+    assert torch.cosine_similarity(clipped, gradients, 0).item() == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_scaler_returns_the_norm_of_the_true_gradient(scale):
+    net = nn.Linear(3, 2).double()
+    scaler, optimizer = common.Scaler(make_args(), torch.device("cpu"), net), common.build_optimizer(make_args(), net)
+    scaler.fixed_scale = scaler._init_scale = scale
+    loss = net(torch.ones(4, 3, dtype=torch.float64)).square().sum()
+    true = torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)])
+    scaler.scale(loss).backward()
+    assert scaler.unscale_(optimizer).item() == pytest.approx(true.norm().item(), rel=1e-12)
+    assert torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).equal(true)
 
 
 def one_step(amp, gradient):
