@@ -197,7 +197,8 @@ def read_image(path: str) -> Tensor:
     try:
         from torchvision.io import decode_image  # twice as fast as PIL, but to leave torchvision one day
 
-        image = decode_image(path, mode="RGB")
+        with open(path, "rb") as file:  # twice as fast as decode_image's own reading
+            image = decode_image(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), mode="RGB")
         if image.dim() == 3:  # not the frames of a film
             return image if image.dtype == torch.uint8 else to_dtype(image, torch.uint8, scale=True)
     except Exception:  # PIL can perhaps read it, and says better what is wrong
