@@ -409,17 +409,23 @@ def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
     if run.args.average != "swa" or not run.state.average.n_averaged or run.state.step < run.steps_per_epoch:
         return
     train_mode(model)
-    norms = [(norm, norm.momentum) for norm in model.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.training]
+    learning = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
+    norms = [(norm, norm.momentum) for norm in learning if norm.track_running_stats]
     for norm, _ in norms:
         norm.reset_running_stats()
         norm.momentum = None  # a mean over all batches
+    buffers = [buffer for norm, _ in norms for buffer in norm.buffers()]
     run.sampler.set_position(run.state.epoch, 0)
     rank = dist.get_rank() if is_distributed() else 0
     for step, batch in enumerate(loader if norms else ()):
         for i, (inputs, targets) in enumerate(split_batch(to_device(batch, run.device), run.args.accum_steps)):
             seed_rng(run.args.seed, run.state.global_step + step, i, rank)  # dropout is at work
+            before = [buffer.clone() for buffer in buffers]
             with autocast(run.args, run.device):
                 model(inputs, targets) if isinstance(model, nn.DataParallel) else model(inputs)
+            finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
+            for buffer, old in zip(buffers, before):  # a batch that has no statistics is left out, as in training
+                buffer.copy_(torch.where(finite, buffer, old))
     for norm, momentum in norms:
         norm.momentum = momentum
 

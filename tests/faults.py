@@ -42,6 +42,7 @@ BASE = [*f"--epochs {EPOCHS} --batch-size {BATCH} --save-every 5 --log-every 3 -
 BASE += ["--dtype", "float64", "--average", "ema", "--clip-grad-norm", "1", "--resume", "auto"]
 DIGITS = ["--task", "tests/tasks/faulty.py"]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
 IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
+VARIATIONS = [[], ["--average", "swa"], ["--balanced"]]
 LIMIT = 240  # seconds that any launch may take
 SIDE_BY_SIDE = 3  # trials: much of each is waiting
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
@@ -308,13 +309,15 @@ class Trial:
         self.place = sample_at(self.rng.randrange(EPOCHS), self.rng.randrange(STEPS * BATCH))  # any step, any rank
         other = {"ddp": "spawn", "spawn": "ddp"}.get(self.mode, self.mode)  # numerically the same
         self.resume_mode = other if self.rng.random() < 0.3 else self.mode
+        self.options = [*fault.options, *self.rng.choice(VARIATIONS[:2] if fault.task else VARIATIONS)]  # the marked sample must be drawn
         self.folder = campaign.folder / f"trial-{number}"
         self.output, self.logged = self.folder / "run", 0  # the last step in its log when the fault came
         self.repairs, self.cleanup = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __str__(self) -> str:
         resumed = f" resumed by {self.resume_mode}" if self.resume_mode != self.mode else ""
-        return f"{self.fault.name}: {self.mode} {self.n}{resumed}, {self.workers} workers"
+        varied = " ".join(self.options[len(self.fault.options) :])
+        return f"{self.fault.name}: {self.mode} {self.n}{resumed}, {self.workers} workers {varied}"
 
     def environment(self) -> dict[str, str]:
         if not self.fault.task:
@@ -324,7 +327,7 @@ class Trial:
 
     def start(self, name: str, mode: str = "") -> Launch:
         data = ["--data-dir", str(self.folder / "images")] if self.fault.options == IMAGES else []
-        options = [*self.fault.options, *data, "--workers", str(self.workers), "--output-dir", str(self.output)]
+        options = [*self.options, *data, "--workers", str(self.workers), "--output-dir", str(self.output)]
         return self.campaign.launch(self.folder / name, mode or self.mode, self.n, options, self.environment())
 
     def run(self) -> str:
@@ -465,11 +468,11 @@ class Campaign:
         """The undisturbed run of the trial's mode, made once."""
         images = ["--data-dir", str(self.images)] if trial.fault.options == IMAGES else []
         environment = trial.environment() if trial.fault.always else {}
-        key = (trial.mode, trial.n, *trial.fault.options, *environment.values())
+        key = (trial.mode, trial.n, *trial.options, *environment.values())
         with self.locks.setdefault(key, threading.Lock()):
             if key not in self.references:
                 folder = self.folder / f"reference-{len(self.locks)}-{trial.mode}-{trial.n}"
-                options = [*trial.fault.options, *images, "--workers", "0", "--output-dir", str(folder / "run")]
+                options = [*trial.options, *images, "--workers", "0", "--output-dir", str(folder / "run")]
                 with self.launch(folder, trial.mode, trial.n, options, environment) as launch:
                     code = launch.end(LIMIT)
                     seconds = time.monotonic() - launch.start

@@ -641,6 +641,8 @@ mutant("check: draws numpy's random numbers", "options", "np.random.set_state(st
 mutant("check: says what the run will say again", "options", "contextlib.redirect_stdout(io.StringIO())", "contextlib.nullcontext()",
        f"{NEW}check_is_silent")
 mutant("task: loaded twice", "options", "@functools.cache  # it may", "# it may", f"{NEW}task_is_loaded_once_and_may_log[single]")
+mutant("swa: a batch that is not finite counts", "common", "torch.where(finite, buffer, old)", "buffer",
+       f"{NEW}batch_that_is_not_finite_is_left_out_of_swa_statistics[single-1]")
 mutant("swa: seeded by whoever loads", "common", "seed_rng(run.args.seed, run.state.global_step + step, i, rank)", "pass",
        f"{NEW}swa_statistics_behind_dropout_do_not_depend_on_who_loads[single-1-1]")
 mutant("swa: statistics in the middle of an epoch", "common", "not run.state.average.n_averaged or run.state.step < run.steps_per_epoch",

@@ -441,6 +441,34 @@ def test_swa_statistics_are_the_same_in_every_mode(mode, n, others, tmp_path):
     assert max(compare(result, reference).values()) < 1e-10
 
 
+POISONED = """import itertools
+import torch
+from torch import nn
+from small import build_datasets, per_sample_loss, per_sample_metrics
+
+calls = itertools.count()
+
+class Pixels(nn.Module):
+    def forward(self, images):
+        estimating = self.training and not torch.is_grad_enabled()
+        return images.flatten(1).double() / (0 if estimating and next(calls) == 3 else 90)
+
+def build_model(args):
+    return nn.Sequential(Pixels(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+"""
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_batch_that_is_not_finite_is_left_out_of_swa_statistics(mode, n, tmp_path):
+    (tmp_path / "poisoned.py").write_text(POISONED)
+    argv = (*SWA, "--task", str(tmp_path / "poisoned.py"))
+    result = train(mode, n, *argv, folder=tmp_path / "run")
+    assert result.code == 0 and "not saved" not in result.err, result.err
+    average, steps = result.checkpoint()["average"], result.checkpoint()["global_step"] // 4
+    assert average["2.num_batches_tracked"] == steps - 1
+    assert all(value.isfinite().all() for value in average.values())
+
+
 DROPOUT_FIRST = """import torch
 from torch import nn
 from small import build_datasets, per_sample_loss, per_sample_metrics

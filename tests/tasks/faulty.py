@@ -51,7 +51,7 @@ class Marked(Dataset):
     """The data set, with a mark on one sample of one epoch."""
 
     def __init__(self, dataset):
-        self.dataset, self.epoch = dataset, 0
+        self.dataset, self.targets, self.epoch = dataset, dataset.targets, 0
 
     def __len__(self):
         return len(self.dataset)
