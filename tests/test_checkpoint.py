@@ -106,6 +106,7 @@ REFUSED += [
     "--weight-decay 0",
     "--dtype float64",
     "--task TASKS/everything.py",
+    "--balanced",
 ]
 ACCEPTED = ["--workers 1", "--log-every 3", "--epochs 6", "--save-every 2", "--keep-every 1", "--timeout 60", "--channels-last"]
 
@@ -117,8 +118,8 @@ def finished(tmp_path_factory):
 
 @pytest.mark.parametrize("change", REFUSED)
 def test_changed_option_that_would_change_the_run_is_refused_by_name(change, finished, tmp_path):
-    option, value = change.replace("TASKS", str(TASKS)).split()
-    result = train("single", 1, *SMALL, option, value, "--resume", finished.folder / "last.pt", folder=tmp_path)
+    option, *value = change.replace("TASKS", str(TASKS)).split()
+    result = train("single", 1, *SMALL, option, *value, "--resume", finished.folder / "last.pt", folder=tmp_path)
     assert result.code == 2
     assert f"error: {option} " in result.err and "was made with" in result.err and result.err.count("\n") == 1
 
