@@ -256,6 +256,8 @@ def main(argv: list[str] | None = None) -> int:
         if path and (path.suffix != f".{option}" or not path.absolute().parent.is_dir()):
             raise common.UsageError(f"--{option} {path}: must end in .{option}, in a folder that exists")
     args.workloads = args.workloads or [name for name in WORKLOADS if args.data_dir or name != "imagefolder"]
+    if "imagefolder" in args.workloads and not args.data_dir:
+        raise common.UsageError("--workloads imagefolder needs --data-dir, a folder with train/ and val/ (or test/)")
     args.kind = options.resolve_device_type(args.device)
     args.nproc = args.nproc or (2 if args.kind == "cpu" else torch.accelerator.device_count())
 
@@ -271,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         commands, single = {}, {}
         for workload, mode in ((workload, mode) for workload in args.workloads for mode in MODES if mode in args.modes):
             words = WORKLOADS[workload] + " --epochs 1000000 --device {device}"  # it ends when all is measured
-            words += " --replicas {nproc}" * (mode == "dp") + " --data-dir {data_dir}" * bool(args.data_dir)
+            words += " --replicas {nproc}" * (mode == "dp") + " --data-dir {data_dir}" * (workload == "imagefolder")
             command = [word.format(folder=name, **vars(args)) for word in words.split()]
             options.parse_args(mode, command, args.nproc if mode == "ddp" else 1)  # all of them before the first is started
             commands[workload, mode] = command

@@ -12,7 +12,6 @@ import fcntl
 import fnmatch
 import math
 import os
-import re
 import types
 import warnings
 import zipfile
@@ -167,13 +166,13 @@ def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedD
 def build_net(args: argparse.Namespace, task: types.SimpleNamespace, device: torch.device) -> nn.Module:
     """Build the task's model on the device, from `--seed` or `--weights`, with `--freeze` applied."""
     torch.manual_seed(args.seed)
-    net = task.build_model(args)
+    net = task.build_model(args).to(getattr(torch, args.dtype))
     if args.weights not in (None, "default"):  # default: which ones, only the task knows
         load_weights(args, net, read_tensors(args.weights, old=True))
     if frozen := freeze(args, net):
         print0(f"frozen: {frozen} of {len(list(net.parameters()))} parameter tensors")
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    return net.to(device, getattr(torch, args.dtype), memory_format=memory_format)
+    return net.to(device, memory_format=memory_format)
 
 
 def read_tensors(path: str | Path, old: bool = False) -> Any:
@@ -198,14 +197,21 @@ def load_weights(args: argparse.Namespace, net: nn.Module, weights: Any) -> None
     Of a checkpoint with an average of the weights it takes that: it is what was evaluated.
     """
     own, given = net.state_dict(), {}
-    for part in ("state_dict", "model", "average"):
-        weights = weights[part] if isinstance(weights, dict) and isinstance(weights.get(part), dict) and weights[part] else weights
-    for name, value in weights.items() if isinstance(weights, dict) else ():
-        given[re.sub(r"^(module\.|_orig_mod\.)+", "", str(name))] = value  # of DistributedDataParallel and torch.compile
+    weights = weights if isinstance(weights, dict) else {}
+    average = weights.get("average")
+    if isinstance(average, dict) and average.get("n_averaged", 0) > 0:  # before that it is what the run began with
+        weights = {name: value for name, value in average.items() if name != "n_averaged"}
+    for part in ("state_dict", "model"):
+        weights = weights[part] if isinstance(weights.get(part), dict) else weights
+    for name, value in weights.items():
+        name = str(name)
+        while name not in own and name.startswith(("module.", "_orig_mod.")):  # of DistributedDataParallel and torch.compile
+            name = name.partition(".")[2]
+        given[name] = value
     fitting = {name: value for name, value in given.items() if name in own and getattr(value, "shape", None) == own[name].shape}
     if not fitting:
         raise UsageError(f"--weights {args.weights}: nothing in it fits the model, whose tensors are {', '.join(list(own)[:5])}, ...")
-    if bad := [name for name, value in fitting.items() if value.is_floating_point() and not value.isfinite().all()]:
+    if bad := [name for name, value in fitting.items() if value.is_floating_point() and not value.to(own[name].dtype).isfinite().all()]:
         raise UsageError(f"--weights {args.weights}: {', '.join(bad[:5])} is not finite")
     net.load_state_dict(fitting, strict=False)
     print0(f"weights: {len(fitting)} of the model's {len(own)} tensors are from {args.weights}")
@@ -286,8 +292,9 @@ def build_scheduler(args: argparse.Namespace, optimizer: torch.optim.Optimizer, 
 class Scaler(torch.amp.GradScaler):
     """A GradScaler for every precision: in float32 and bf16 its scale stays 1 and only its check for non-finite gradients is used.
 
-    The check comes after the all-reduce, so that every rank skips the same steps. With a fused optimizer it happens on the device: no
-    host synchronisation per step. `skipped` counts since the last log line, `in_a_row` up to now and not beyond ten, both on the device.
+    The check comes after the all-reduce, so that every rank skips the same steps; a norm that overflows is not finite either. With a fused
+    optimizer it happens on the device: no host synchronisation per step. `skipped` counts since the last log line, `in_a_row` up to now and
+    not beyond ten, both on the device.
     A step that is skipped leaves no trace in BatchNorm's statistics either, where one NaN would stay for ever.
     """
 
@@ -296,11 +303,13 @@ class Scaler(torch.amp.GradScaler):
         super().__init__(device.type, init_scale=self.fixed_scale or 2.0**16)
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
-        self.statistics = [buffer for name, buffer in net.named_buffers() if name.endswith(("running_mean", "running_var"))]
+        kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # of two types
+        found = [[buffer for name, buffer in net.named_buffers() if name.endswith(kind)] for kind in kinds]
+        self.statistics = [buffers for buffers in found if buffers]
         self._keep_statistics()
 
     def _keep_statistics(self) -> None:
-        self.kept = torch.cat([buffer.flatten() for buffer in self.statistics]) if self.statistics else None
+        self.kept = [torch.cat([buffer.flatten() for buffer in buffers]) for buffers in self.statistics]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Divide the gradient by the scale and return its norm, a 0-d tensor on the device."""
@@ -317,10 +326,10 @@ class Scaler(torch.amp.GradScaler):
         bad = (torch.stack(found).sum() > 0).float()
         self.skipped += bad
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, (self.in_a_row + bad) * bad, self.in_a_row)
-        if self.statistics:
-            self.kept = torch.where(bad > 0, self.kept, torch.cat([buffer.flatten() for buffer in self.statistics]))
-            pieces = self.kept.split([buffer.numel() for buffer in self.statistics])
-            torch._foreach_copy_(self.statistics, [piece.view_as(buffer) for piece, buffer in zip(pieces, self.statistics)])
+        for i, buffers in enumerate(self.statistics):
+            self.kept[i] = torch.where(bad > 0, self.kept[i], torch.cat([buffer.flatten() for buffer in buffers]))
+            pieces = self.kept[i].split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers)])
         super().update(self.fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -428,6 +437,8 @@ def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
                 buffer.copy_(torch.where(finite, buffer, old))
     for norm, momentum in norms:
         norm.momentum = momentum
+    if is_distributed():
+        sync_buffers(model)
 
 
 def build_average(args: argparse.Namespace, net: nn.Module) -> AveragedModel | NoAverage:

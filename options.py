@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import ctypes
 import importlib.util
 import inspect
 import io
 import math
 import os
-import random
 import re
+import signal
 import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -208,7 +207,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     launched = mode == "ddp" and world_size is None  # the environment is of this run's launcher, not of one around run.sh
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if launched else world_size or 1
     if not launched:
-        os.environ.pop("RANK", None)  # of some other launcher: here it would silence what is the only, or first, rank
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)  # of some other launcher: here it would silence what is the only, or first, rank
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if option := {"dp": "replicas", "spawn": "nproc"}.get(mode):
@@ -265,6 +265,10 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
             raise UsageError(f"--dataset {args.dataset} needs --data-dir, the folder with its files")
         if not args.download and not Path(args.data_dir).is_dir():
             raise UsageError(f"--data-dir {args.data_dir}: no such folder")
+    elif args.data_dir and args.task == parser.get_default("task"):
+        raise UsageError(
+            f"--data-dir {args.data_dir} has no effect on --dataset {args.dataset}; add --dataset imagefolder, or leave it out"
+        )
     if args.weights not in (None, "default") and not Path(args.weights).is_file():
         raise UsageError(f"--weights {args.weights}: {'is a folder; name a file in it' if Path(args.weights).is_dir() else 'no such file'}")
     if args.eval_only and not args.resume:
@@ -308,7 +312,13 @@ def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
     if path.suffix != ".py":
         raise UsageError(f"--task {path}: must be a Python file with a name that ends in .py")
     with named(f"--task {path}", str(path)):
-        module = _load_module(path.resolve())
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # so that it can import its neighbours; last, so that they replace nothing
+        name = path.stem if folder == str(Path(__file__).resolve().parent) else f"task_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
     names = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
     if missing := [name for name in names if not callable(getattr(module, name, None))]:
         raise UsageError(f"--task {path} must define {', '.join(names)}; missing: {', '.join(missing)}")
@@ -320,18 +330,6 @@ def load_task(args: argparse.Namespace) -> types.SimpleNamespace:
             raise UsageError(f"--task {path}: {name} asks for {', '.join(unknown)}, which is no option")
         setattr(task, name, _bind(function, {option: getattr(args, option) for option in options}))
     return task
-
-
-@functools.cache  # it may register something with torch, say, which can be done only once; the check and the run both load it
-def _load_module(path: Path) -> types.ModuleType:
-    folder = str(path.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # so that it can import its neighbours; last, so that they replace nothing
-    name = path.stem if folder == str(Path(__file__).resolve().parent) else f"task_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _bind(function: Callable, options: dict[str, Any]) -> Callable:
@@ -349,19 +347,45 @@ def resolve_device_type(name: str) -> str:
 def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found when the run has begun: a bad task, data set, model or checkpoint.
 
-    It draws no random number from the run's generators and starts no thread, whose locks the forks of loader workers would copy.
+    A process of its own looks, so that nothing of it is left to the run: no random number drawn, no state of the task, no thread.
     """
     if "LAUNCH_MEETING_FILE" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return  # launch.py did it before it started this rank, or the first rank of this machine does it
-    threads, states = torch.get_num_threads(), (random.getstate(), np.random.get_state())
-    torch.set_num_threads(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        _tell_what_is_wrong(args, writer)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as pipe:
+        wrong = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if wrong:
+        raise UsageError(wrong)
+    if status:
+        raise RuntimeError(f"the check before the run ended with {os.waitstatus_to_exitcode(status)}")
+
+
+def _tell_what_is_wrong(args: argparse.Namespace, writer: int) -> NoReturn:
+    code = 1
     try:
-        with torch.random.fork_rng(devices=[]):
-            _check_run(args)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # for the parent to answer, with which this process ends
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        torch.set_num_threads(1)  # those of the parent are not here
+        with open(writer, "w", encoding="utf-8", errors="replace") as pipe:
+            try:
+                _check_run(args)
+            except UsageError as error:
+                if "forked subprocess" not in str(error):  # a task that uses the accelerator by itself shows in the run what it can do
+                    pipe.write(str(error))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
-        torch.set_num_threads(threads)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _check_run(args: argparse.Namespace) -> None:
@@ -373,6 +397,9 @@ def _check_run(args: argparse.Namespace) -> None:
         check_folder(args.output_dir)
     if getattr(args, "dist_url", None):
         check_address(args.dist_url)
+    if args.tensorboard:
+        with named("--tensorboard needs the package tensorboard"):
+            importlib.import_module("torch.utils.tensorboard")
     task = load_task(args)
     with named(f"--task {args.task}: build_datasets", args.task):
         train, held_out = task.build_datasets(args)
@@ -380,21 +407,27 @@ def _check_run(args: argparse.Namespace) -> None:
     GlobalBatchSampler(args, train)  # the samplers know what they need
     ShardSampler(lengths[1], args.batch_size)
     quiet = contextlib.redirect_stdout(io.StringIO())  # what is right is said by the run
-    with quiet, named(where := f"--task {args.task}: build_model", args.task):
+    asked = " with --weights default" * (args.weights == "default")
+    with quiet, named(where := f"--task {args.task}: build_model{asked}", args.task):
         torch.manual_seed(args.seed)
         net = task.build_model(args)
         if not isinstance(net, nn.Module) or not list(net.parameters()):
             raise UsageError(f"{where} must return an nn.Module with parameters, got {type(net).__name__}")
-        freeze(args, net)
+        freeze(args, net.to(getattr(torch, args.dtype)))
     if args.weights not in (None, "default"):
-        with quiet, named(f"--weights {args.weights}: damaged, or not a file of weights"):
-            load_weights(args, net, read_tensors(args.weights, old=True))
+        try:
+            with quiet:
+                load_weights(args, net, read_tensors(args.weights, old=True))
+        except UsageError:
+            raise
+        except Exception as error:  # torch's own words would advise to let the file run its code
+            what = f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+            raise UsageError(f"--weights {args.weights}: damaged, or not a file of weights: {what}") from error
     with named(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, lengths[0])
     if checkpoint:
         with named(f"--resume {args.resume}: its weights do not fit the model"):
             net.load_state_dict(checkpoint["model"])
-    net = net.to(getattr(torch, args.dtype))
     train_mode(net)
     check_samples(args, task, net, train, "training")
     check_samples(args, task, net.eval(), held_out, "evaluation")

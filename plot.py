@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             runs[str(folder)] = read_run(folder)
         except (OSError, ValueError) as error:
-            parser.error(f"{folder}: {getattr(error, 'strerror', None) or error}; name the output folder of a run, with its metrics.jsonl")
+            parser.error(f"{folder / 'metrics.jsonl'}: {getattr(error, 'strerror', None) or error}; name the output folder of a run")
     if args.output.suffix not in (".svg", ".png", ".pdf") or not args.output.absolute().parent.is_dir():
         parser.error(f"--output {args.output}: must end in .svg, .png or .pdf, in a folder that exists")
     draw(runs).savefig(args.output, dpi=150)

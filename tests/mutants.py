@@ -496,7 +496,7 @@ mutant("load: a compressed file may fill the memory", "common", "member.compress
        "security::test_compressed_file_is_refused_unread")
 mutant("log: a foreign line ends the run", "checkpoint", "except (ValueError, KeyError, TypeError):", "except ValueError:",
        "checkpoint::test_line_of_another_program_in_the_log_is_cut_off")
-mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, self.kept", "torch.where(bad > 2, self.kept",
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, self.kept[i]", "torch.where(bad > 2, self.kept[i]",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: BatchNorm goes back to before the resume", "common", "self._keep_statistics()  # of the network", "pass  # of the network",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
@@ -602,7 +602,7 @@ mutant("task: --download by all at once", "task", "common.one_at_a_time(args.dat
 mutant("download: no lock", "common", "fcntl.flock(descriptor, fcntl.LOCK_EX)", "pass", f"{NEW}one_process_at_a_time_downloads")
 mutant("weights: not loaded", "common", "    net.load_state_dict(fitting, strict=False)\n", "",
        f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
-mutant("weights: prefixes kept", "common", 're.sub(r"^(module\\.|_orig_mod\\.)+", "", str(name))', "name",
+mutant("weights: prefixes kept", "common", 'name = name.partition(".")[2]', "break",
        f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: what is left out is not named", "common", "for name in [name for name in own if name not in fitting]:", "for name in []:",
        f"{NEW}weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
@@ -629,18 +629,25 @@ for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
 for mode in ("single", "dp"):
     mutant(f"{mode}: options not checked", f"train_{mode}", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[{mode}]")
 mutant("ddp: options not checked", "train_ddp", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[ddp]")
-mutant("check: starts threads", "options", "    torch.set_num_threads(1)\n", "", f"{NEW}check_starts_no_thread_and_draws_no_random_number")
-mutant("check: leaves the number of threads", "options", "        torch.set_num_threads(threads)\n", "        pass\n",
-       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
-mutant("check: draws torch's random numbers", "options", "with torch.random.fork_rng(devices=[]):", "if True:",
-       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
-mutant("check: draws Python's random numbers", "options", "random.setstate(states[0])", "pass",
-       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
-mutant("check: draws numpy's random numbers", "options", "np.random.set_state(states[1])", "pass",
-       f"{NEW}check_starts_no_thread_and_draws_no_random_number")
+mutant("check: in the process of the run", "options", "    if (child := os.fork()) == 0:",
+       "    return _check_run(args)\n    if (child := 0):",
+       f"{NEW}check_starts_no_thread_and_draws_no_random_number", f"{NEW}check_leaves_no_trace_in_the_state_of_the_task[single-1]")
+mutant("check: switched off by another launcher", "options", '("RANK", "LOCAL_RANK")', '("RANK",)',
+       "cli::test_rank_of_an_outer_launcher_does_not_switch_the_check_off[single]")
 mutant("check: says what the run will say again", "options", "contextlib.redirect_stdout(io.StringIO())", "contextlib.nullcontext()",
        f"{NEW}check_is_silent")
-mutant("task: loaded twice", "options", "@functools.cache  # it may", "# it may", f"{NEW}task_is_loaded_once_and_may_log[single]")
+mutant("swa: every rank evaluates its own statistics", "common", "        sync_buffers(model)\n", "        pass\n",
+       "survivors::test_buffers_of_an_average_are_evaluated_alike_by_eval_only[ddp]")
+mutant("weights: what was trained, not the average", "common", 'average.get("n_averaged", 0) > 0', "False",
+       f"{NEW}weights_of_a_checkpoint_are_its_average_once_there_is_one")
+mutant("weights: an average that has not begun", "common", 'average.get("n_averaged", 0) > 0', "True",
+       f"{NEW}weights_of_a_checkpoint_are_its_average_once_there_is_one")
+mutant("weights: any name is a prefix", "common", "while name not in own and name.startswith(", "while name.startswith(",
+       f"{NEW}prefix_that_is_a_name_of_the_model_stays")
+mutant("weights: rounded to float32 first", "common", "task.build_model(args).to(getattr(torch, args.dtype))", "task.build_model(args)",
+       f"{NEW}weights_keep_their_precision")
+mutant("scaler: a skipped batch is counted", "common", ', ("num_batches_tracked",)]', "]",
+       f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
 mutant("swa: a batch that is not finite counts", "common", "torch.where(finite, buffer, old)", "buffer",
        f"{NEW}batch_that_is_not_finite_is_left_out_of_swa_statistics[single-1]")
 mutant("swa: seeded by whoever loads", "common", "seed_rng(run.args.seed, run.state.global_step + step, i, rank)", "pass",
@@ -656,9 +663,7 @@ mutant("load: a file is taken for none", "common", 'zipped = file.read(4) == b"P
 mutant("weights: NaN accepted", "common", "    if bad := [name for name, value in fitting",
        "    if False and [name for name, value in fitting",
        f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
-mutant("image: the lower byte of sixteen bits", "task", "to_dtype(image, torch.uint8, scale=True)", "image.to(torch.uint8)",
-       f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
-mutant("image: all frames of a film", "task", "if image.dim() == 3:", "if True:",
+mutant("image: the lower byte of sixteen bits", "task", 'image.mode.startswith("I")', "False",
        f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
 mutant("data: a broken image in a batch ends the run", "loading", "        except OSError:\n            readable",
        "        except KeyError:\n            readable",

@@ -59,7 +59,7 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
     seconds = json.loads((tmp_path / "found").read_text())["seconds"]
     assert steps == (3 + bench.SETTLE) * (1 + 1 + 2), "a window alone, a turn that warms up, and two"
     assert len(seconds["script"]) == len(seconds["bare"]) == 2
-    assert min(seconds["script"]) >= 0.05 and min(seconds["bare"]) < 0.02
+    assert min(seconds["script"]) >= 0.05, "what the loader and the loop slept; the bare loop asked neither for a step"
     assert all(map(torch.equal, before, net.parameters())), "the bare loop has a network of its own"
 
 
@@ -144,7 +144,10 @@ def test_bad_options_are_named_before_anything_is_measured(argv, words):
     ("argv", "words"),
     [
         (["--steps", "0"], "--steps: must be a whole number, at least 1, got 0 (--help lists the options)"),
-        (["--workloads", "digitnet", "imagefolder"], "--dataset imagefolder needs --data-dir, the folder with its files"),
+        (
+            ["--workloads", "digitnet", "imagefolder"],
+            "--workloads imagefolder needs --data-dir, a folder with train/ and val/ (or test/)",
+        ),
     ],
 )
 def test_a_bad_option_ends_with_code_2_and_one_line(argv, words, tmp_path):

@@ -108,6 +108,7 @@ CASES = [
     ("single", 1, "--model DigitNet", "--model DigitNet: unknown; close names: digitnet"),
     ("single", 1, "--dataset imagenet", "--dataset: invalid choice: 'imagenet'"),
     ("single", 1, "--dataset cifar10", "--dataset cifar10 needs --data-dir"),
+    ("single", 1, "--data-dir TMP", "--data-dir TMP has no effect on --dataset digits"),
     ("single", 1, "--dataset cifar10 --data-dir TMP/nowhere", "--data-dir TMP/nowhere: no such folder"),
     ("single", 1, "--dataset cifar10 --data-dir TMP", "--data-dir TMP: cifar10 is not here; --download fetches it"),
     ("single", 1, "--dataset imagefolder --data-dir TMP", "--data-dir TMP: needs train/ and val/ (or test/)"),
@@ -423,6 +424,23 @@ def test_unusual_but_good_input_is_accepted(arguments, folder, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     check("single", 1, *(part.replace("TMP", str(folder)) for part in arguments.split()))
     assert not (folder / "new").exists(), "a check writes nothing"
+
+
+def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(options.UsageError, match="--tensorboard needs the package tensorboard"):
+        check("single", 1, "--tensorboard")
+    monkeypatch.setattr("torch.hub.urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(options.UsageError, match=r"build_model with --weights default, line \d+: OSError: no network"):
+        check("single", 1, "--weights", "default", "--model", "resnet18")
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "spawn"])
+def test_rank_of_an_outer_launcher_does_not_switch_the_check_off(mode, folder, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(options.UsageError, match="the model of build_model"):
+        check(mode, 2 if mode != "single" else 1, "--task", str(folder / "model-shape.py"), "--device", "cpu")
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import TASKS, check, compare, make_args, make_sampler, run_processes, single_run, train
+from harness import TASKS, check, compare, deviation, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, in_process, printed, stop_after, without_speed
 from torch import nn
 from torch.optim.swa_utils import update_bn
@@ -189,6 +189,17 @@ def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
     assert task.read_image(str(tmp_path / "film.gif")).shape == (3, 4, 4), "its first image"
 
 
+def test_damaged_png_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    image_tree(tmp_path, 64)
+    content = (tmp_path / "train" / "a" / "00.png").read_bytes()
+    for i in range(8):
+        broken = bytearray(content)
+        broken[len(broken) * (i + 1) // 10] ^= 0xFF
+        (tmp_path / "broken.png").write_bytes(broken)
+        with pytest.raises(OSError, match=r"broken\.png"):
+            task.read_image(str(tmp_path / "broken.png"))
+
+
 def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
     _, args = image_tree(tmp_path, 16)
     workers = {}
@@ -261,6 +272,36 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
         ]
 
 
+def load_into(net, content, path, *options):
+    torch.save(content, path)
+    args = make_args("single", "--weights", str(path), *options)
+    return common.build_net(args, Namespace(build_model=lambda args: net), torch.device("cpu")).state_dict()
+
+
+def test_weights_of_a_checkpoint_are_its_average_once_there_is_one(tmp_path):
+    trained, average = {"weight": torch.ones(1, 2)}, {"weight": torch.full((1, 2), 2.0)}
+    for count, wanted in ((3, average), (0, trained)):
+        content = {"model": trained, "average": {**average, "n_averaged": torch.tensor(count)}, "epoch": 1}
+        assert load_into(nn.Linear(2, 1, bias=False), content, tmp_path / "last.pt")["weight"].equal(wanted["weight"])
+
+
+def test_prefix_that_is_a_name_of_the_model_stays(tmp_path):
+    net = nn.Module()
+    net.module, net.head = nn.Linear(2, 2), nn.Linear(2, 1)
+    given = {name: torch.full_like(value, i + 1) for i, (name, value) in enumerate(net.state_dict().items())}
+    for prefix in ("", "module."):
+        loaded = load_into(net, {prefix + name: value for name, value in given.items()}, tmp_path / "weights.pt")
+        assert all(value.equal(given[name]) for name, value in loaded.items())
+
+
+def test_weights_keep_their_precision(tmp_path):
+    weight = torch.tensor([[0.1, 1e300]], dtype=torch.float64)
+    net = nn.Linear(2, 1, bias=False)
+    assert load_into(net, {"weight": weight}, tmp_path / "weights.pt", "--dtype", "float64")["weight"].equal(weight)
+    with pytest.raises(options.UsageError, match="weight is not finite"):
+        load_into(net.float(), {"weight": weight}, tmp_path / "weights.pt")
+
+
 def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
     for name, content, message in (
         ("foreign", {"layer.weight": torch.zeros(3)}, "nothing in it fits the model, whose tensors are conv1.weight,"),
@@ -268,8 +309,9 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
         ("code", {"conv1.weight": os.getcwd}, "damaged, or not a file of weights"),
     ):
         torch.save(content, tmp_path / name)
-        with pytest.raises(options.UsageError, match=f"--weights {tmp_path / name}: {message}"):
+        with pytest.raises(options.UsageError, match=f"--weights {tmp_path / name}: {message}") as refusal:
             check("single", 1, "--weights", str(tmp_path / name))
+        assert "weights_only" not in str(refusal.value), "torch's advice to let it run its code"
     torch.save(state_dict(), tmp_path / "stored")
     with zipfile.ZipFile(tmp_path / "stored") as stored, zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as small:
         for member in stored.namelist():
@@ -347,13 +389,36 @@ logging.info("the task is here")
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
-def test_task_is_loaded_once_and_may_log(mode, tmp_path):
-    """What it registers with torch it can register only once; and the check must not take its output away."""
+def test_task_may_register_and_log(mode, tmp_path):
+    """What it registers with torch it can register only once in a process; and the check must not take its output away."""
     (tmp_path / "registers.py").write_text(REGISTERS)
     argv = ("--task", tmp_path / "registers.py", "--epochs", "1", "--batch-size", "700")
     result = train(mode, 1, *argv, folder=tmp_path, patch=no_launcher_has_checked if mode != "ddp" else None)
     assert result.code == 0, result.err
-    assert result.err.count("the task is here") == 1
+    assert "the task is here" in result.err
+
+
+STATEFUL = """import numpy as np, torch
+from small import build_model, per_sample_loss, per_sample_metrics
+from torch.utils.data import TensorDataset
+
+rng = np.random.default_rng(0)
+
+def build_datasets(args):
+    labels = torch.arange(60) % 10
+    return tuple(TensorDataset(torch.from_numpy(rng.integers(0, 255, (60, 1, 8, 8), dtype=np.uint8)), labels) for _ in range(2))
+"""
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2)])
+def test_check_leaves_no_trace_in_the_state_of_the_task(mode, n, tmp_path):
+    """Else those that were checked by a launcher, or by another rank, would train on other data."""
+    (tmp_path / "stateful.py").write_text(STATEFUL)
+    argv = (*BASE, "--task", tmp_path / "stateful.py", "--epochs", "1", "--batch-size", "20")
+    reference = train("single", 1, *argv, folder=tmp_path / "other")  # as launched: checked elsewhere
+    result = train(mode, n, *argv, folder=tmp_path, patch=no_launcher_has_checked)
+    assert result.code == reference.code == 0, result.err + reference.err
+    assert deviation(result.gradients[0][0], reference.gradients[0][0]) < 1e-12
 
 
 def no_launcher_has_checked(rank):

@@ -353,6 +353,7 @@ def test_skipped_step_leaves_no_trace_in_batchnorm(amp):
     seen = []
     for poison in (0.0, 0.0, float("nan"), 0.0):
         before = statistics(net)
+        assert before["1.num_batches_tracked"] == sum(seen), "or a mean over all batches would count it"
         scaler.scale(net(torch.randn(8, 3) + poison).sum()).backward()
         scaler.unscale_(optimizer)
         scaler.step(optimizer)

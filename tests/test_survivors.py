@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from typing import NamedTuple
@@ -133,6 +134,21 @@ def test_batchnorm_buffers_are_evaluated_alike(mode, tmp_path):
     argv = (*BASE, "--model", "batchnorm", "--epochs", "1")
     first, second = printed(train(mode, 2, *argv, folder=tmp_path, patch=functools.partial(print_evaluated_buffers, mode)).out, "buffers")
     assert first == second and len(first) == 3
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_buffers_of_an_average_are_evaluated_alike_by_eval_only(mode, tmp_path):
+    """A checkpoint that a signal within an evaluation left: its average has no statistics yet."""
+    argv = (*BASE, "--model", "batchnorm", "--epochs", "1", "--average", "swa")
+    result = train(mode, 2, *argv, folder=tmp_path / "trained")
+    saved = {**result.checkpoint(), "epoch": 0, "step": result.checkpoint()["global_step"]}
+    torch.save(saved, tmp_path / "within.pt")
+    patch = functools.partial(print_evaluated_buffers, mode)
+    again = train(mode, 2, *argv, "--eval-only", "--resume", tmp_path / "within.pt", folder=tmp_path / "again", patch=patch)
+    assert again.code == 0, again.err
+    first, second = printed(again.out, "buffers")
+    trained = [value.tolist() for name, value in result.checkpoint()["average"].items() if re.search("running|tracked", name)]
+    assert first == second == trained
 
 
 def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
