@@ -161,7 +161,7 @@ class KeyedDataset(Dataset):
             except OSError as error:
                 message = f"sample {index} cannot be read: {error}"
                 if not self.skip_corrupt:
-                    raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from error
+                    raise RuntimeError(f"{message}; --skip-corrupt takes the next one in its place") from None
             print(f"{message}; the next one takes its place", file=sys.stderr, flush=True)
         raise RuntimeError("no sample can be read")
 

@@ -210,7 +210,7 @@ def read_image(path: str) -> Tensor:
                 image = image.point(lambda value: value * (1 / 256)).convert("L")
             return pil_to_tensor(image.convert("RGB"))
     except Exception as error:  # PIL raises almost anything
-        raise OSError(f"{path}: {error}") from error
+        raise OSError(f"{path}: {error}") from None
 
 
 class DigitNet(nn.Module):
