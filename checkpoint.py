@@ -44,7 +44,7 @@ from common import (
     to_device,
     wait_for_all,
 )
-from options import restarted
+from options import end_with_parent, restarted
 
 FORMAT = 1  # of a checkpoint; raised when its keys change
 # Options that may differ when a run is resumed, because the run they describe is the same one.
@@ -223,6 +223,8 @@ class StopSignal:
         self.received, self.pending, self.save_now = 0, None, None
         for number in SIGNALS:
             signal.signal(number, self._remember)
+        if is_distributed():
+            end_with_parent(signal.SIGTERM)  # without a launcher a rank still saves
 
     def _remember(self, number: int, frame: Any) -> None:
         self.received = max(self.received, list(SIGNALS).index(number) + 1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
+import multiprocessing.resource_tracker
 import os
 import re
 import signal
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from options import Stopped, UsageError, check_run, parse_args
+from options import Stopped, UsageError, check_run, end_with_parent, parse_args
 
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}  # they stop a run, which after saving ends with this code
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
@@ -48,10 +48,14 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return 0  # torchrun started this process again, but the run ended on purpose
     for number in SIGNALS:
         signal.signal(number, _end_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # in a spawned process: see meeting_place
     try:
         return _run(main)
     except Exception as error:
-        if "TORCHELASTIC_RUN_ID" not in os.environ or LOST_CONNECTION.search(str(error)):
+        lost = LOST_CONNECTION.search(str(error))
+        if lost and end and Path(end).exists():
+            _leave(1)  # in silence: the lost rank has said why
+        if lost or "TORCHELASTIC_RUN_ID" not in os.environ:
             raise
         traceback.print_exc()
         _leave(1)  # before the ranks that it leaves alone: torchrun blames the first to end
@@ -97,7 +101,7 @@ def _recorded(message: str) -> RuntimeError:
 
 def _end_at_once(number: int, frame: Any) -> None:
     """Until training begins nothing can be lost, and what the run waits for may never come."""
-    if "LAUNCH_END_FILE" not in os.environ:  # else torchrun knows, or it was torchrun, because another rank has failed
+    if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:  # by which torchrun ends ranks because another has failed
         announce_end(128 + number, f"stopped by {signal.Signals(number).name} with nothing to save", by_all=False)
     os._exit(128 + number)
 
@@ -153,7 +157,7 @@ def launcher_ranks() -> tuple[int, int, int]:
     except KeyError as error:
         command = "torchrun --standalone --nproc-per-node 2 train_ddp.py [options], or: bash run.sh ddp 2 [options]"
         raise UsageError(f"no launcher ({error} is not set). Start it with {command}") from error
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: what a killed launcher leaves would train on unseen
+    end_with_parent(signal.SIGKILL)  # what a killed launcher leaves would train on unseen, or wait
     if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
         os._exit(1)  # it was killed before
     return rank, local_rank, world_size
@@ -175,7 +179,12 @@ def check_address(url: str) -> None:
 
 @contextlib.contextmanager
 def meeting_place(args: argparse.Namespace) -> Iterator[str]:
-    """Where spawned processes meet: at `--dist-url`, or on one machine in a new file, so that nothing listens to the network."""
+    """Where spawned processes meet: at `--dist-url`, or on one machine in a new file, so that nothing listens to the network.
+
+    From here on signals wait until `join` and `exit_code` listen: a Python that is starting would answer Ctrl-C with a traceback.
+    """
+    multiprocessing.resource_tracker.ensure_running()  # which would let them through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if args.dist_url:
         yield args.dist_url
         return
@@ -198,8 +207,9 @@ def stay_on_this_machine() -> None:
 
 def run_worker(local_rank: int, worker: Callable, args: argparse.Namespace, *arguments: Any) -> None:
     """What a spawned process runs; it knows its rank from the start, as under torchrun."""
+    end_with_parent(signal.SIGKILL)
     if not mp.parent_process().is_alive():
-        os._exit(1)  # killed while this process was starting: torch sees to a later death
+        os._exit(1)  # it was killed before
     os.environ.update(RANK=str(args.node_rank * args.nproc + local_rank), LOCAL_RANK=str(local_rank))
     try:
         code = exit_code(functools.partial(worker, local_rank, args, *arguments))
@@ -221,6 +231,7 @@ def join(context: mp.ProcessContext) -> int:
 
     for number in SIGNALS:
         signal.signal(number, hand_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     first = 0
     try:
         while not context.join(grace_period=10):  # after a failure: a rank that hangs does not hold the others up for longer

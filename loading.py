@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import functools
 import math
 import multiprocessing.util
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from launch import SIGNALS
-from options import UsageError
+from options import UsageError, end_with_parent
 
 
 def mix(*parts: Any) -> Any:
@@ -207,7 +206,7 @@ def _identity(batch: Any) -> Any:
 def _ignore_signals(worker: int) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a worker that outlives its rank would hold the lock on the run's folder
+    end_with_parent(signal.SIGKILL)  # a worker that outlives its rank would hold the lock on the run's folder
 
 
 def _end_workers() -> None:

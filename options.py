@@ -344,6 +344,11 @@ def resolve_device_type(name: str) -> str:
     return found if name == "auto" else name
 
 
+def end_with_parent(number: int) -> None:
+    """Have the system send this signal when the process that started this one dies. Source: PR_SET_PDEATHSIG in man 2 prctl."""
+    ctypes.CDLL(None).prctl(1, number)
+
+
 def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found when the run has begun: a bad task, data set, model or checkpoint.
 
@@ -371,7 +376,7 @@ def _tell_what_is_wrong(args: argparse.Namespace, writer: int) -> NoReturn:
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # for the parent to answer, with which this process ends
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent(signal.SIGKILL)
         torch.set_num_threads(1)  # those of the parent are not here
         with open(writer, "w", encoding="utf-8", errors="replace") as pipe:
             try:

@@ -405,8 +405,20 @@ mutant("launch: leaves before rank 0 has saved", "launch", "        dist.barrier
        LAST + "31_rank_0_reads_and_decides")
 mutant("launch: unused parameters not explained", "launch", 'if "find_unused_parameters=True" in str(error):', "if False:",
        MANY + "28_unused_parameters")
-mutant("launch: ranks outlive torchrun", "launch", "ctypes.CDLL(None).prctl(1, signal.SIGTERM)", "pass",
-       LAST + "39_nothing_outlives_torchrun")
+mutant("launch: ranks outlive torchrun", "launch", "    end_with_parent(signal.SIGKILL)  # what a killed", "    pass  # what a killed",
+       "signals::test_ranks_that_wait_before_training_end_with_the_launcher[ddp]")
+mutant("launch: spawned ranks outlive the launcher", "launch",
+       "    end_with_parent(signal.SIGKILL)\n    if not mp.parent_process().is_alive():", "    if not mp.parent_process().is_alive():",
+       "signals::test_ranks_that_wait_before_training_end_with_the_launcher[spawn]")
+mutant("launch: ranks without a launcher do not save", "checkpoint", "end_with_parent(signal.SIGTERM)", "pass",
+       "signals::test_ranks_whose_launcher_was_killed_save[ddp]", "signals::test_ranks_whose_launcher_was_killed_save[spawn]")
+mutant("launch: a Python that starts meets Ctrl-C", "launch", "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n", "",
+       "signals::test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback")
+mutant("launch: a rank that is left by one that was stopped complains", "launch", "if lost and end and Path(end).exists():", "if False:",
+       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing[SIGINT]")
+mutant("launch: a signal before training is a failure", "launch",
+       '"LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', '"LAUNCH_END_FILE" not in os.environ:',
+       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing[SIGINT]")
 mutant("launch: local rank of SLURM for the rank", "launch", '"RANK": "SLURM_PROCID"', '"RANK": "SLURM_LOCALID"',
        LAST + "40_ranks_from_slurm")
 mutant("launch: nodes of SLURM meet on localhost", "launch", '"SLURM_NNODES", "1") != "1"', '"SLURM_NNODES", "1") == "0"',
@@ -428,13 +440,14 @@ mutant("launch: sys.exit(0) ends a device's run with 0", "launch", "except Syste
        f"{ENDINGS}task_that_leaves_by_sys_exit_is_no_success[single-1]")
 mutant("launch: a signal before training kills without a word", "launch", "signal.signal(number, _end_at_once)", "pass",
        f"{ENDINGS}signal_before_training_ends_the_run_at_once")
-mutant("launch: a deliberate end is restarted", "launch", "and Path(end).exists():", "and False:",
+mutant("launch: a deliberate end is restarted", "launch", 'get("LAUNCH_END_FILE")) and Path(end).exists():', 'get("")) and False:',
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
 mutant("launch: the last word counts", "launch", 'open(path, "x")', 'open(path, "w")',
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
 mutant("launch: a rank that ends alone ends with 0", "launch", "return 0 if path and by_all else code", "return 0 if path else code",
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
-mutant("launch: what torchrun ends is taken for ended by the user", "launch", 'if "LAUNCH_END_FILE" not in os.environ:', "if True:",
+mutant("launch: what torchrun ends is taken for ended by the user", "launch",
+       'if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', "if True:",
        f"{ENDINGS}signal_of_torchrun_before_training_is_not_the_end_of_the_run")
 mutant("launch: a rank outlives a launcher that was killed before", "launch", 'os.environ.get("LAUNCH_PID", os.getppid())', "os.getppid()",
        f"{ENDINGS}rank_whose_launcher_was_killed_before_it_looked_ends")
@@ -507,7 +520,7 @@ mutant("data: --skip-corrupt ignored", "loading", "if not self.skip_corrupt:", "
 mutant("data: the replacement is drawn as the broken one", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))",
        "torch.default_generator.manual_seed(mix(self.seed, epoch, first))",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
-mutant("data: a broken file is not named", "task", 'raise OSError(f"{path}: {error}") from error', "raise",
+mutant("data: a broken file is not named", "task", 'raise OSError(f"{path}: {error}") from None', "raise",
        f"{ENDINGS}broken_image_file_is_named")
 mutant("workers: start when the ranks have met", "loading", "        iter(loader)\n", "        pass\n",
        f"{ENDINGS}workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")

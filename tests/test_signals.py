@@ -1,6 +1,7 @@
 """Real signals to real launches: saved at a step boundary, the exit code says which signal it was, nothing is left running."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,3 +78,60 @@ def test_signal_to_one_rank_stops_all_ranks_at_the_same_step(tmp_path):
         os.kill(launch.ranks()[1], signal.SIGTERM)
         assert launch.end() == 143, launch.errors()
         assert "restart" not in launch.errors().lower(), "a stop that was asked for is no failure"
+
+
+def catches(pid, number):
+    mask = re.search(r"SigCgt:\s*(\w+)", read(pid, "status"))
+    return bool(mask) and bool(int(mask[1], 16) & 1 << number - 1)
+
+
+def test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback(tmp_path):
+    """A Python that has just begun knows no handler of ours; and what it was told must not be forgotten."""
+    with Launch(LAUNCHES["spawn"], tmp_path) as launch:
+        while not any(catches(pid, signal.SIGINT) for pid in launch.ranks()):
+            assert launch.process.poll() is None, launch.errors()
+        launch.process.send_signal(signal.SIGINT)
+        assert launch.end() == 130, launch.errors()
+        assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
+def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(number, tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import os\nfrom small import *\nfrom small import build_model as build\n"
+        f"def build_model(args):\n    os.environ.get('RANK') == '1' and os.kill(os.getpid(), {number:d})\n    return build(args)\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
+    with Launch(LAUNCHES["ddp"], tmp_path, "--task", str(tmp_path / "task.py"), **environment) as launch:
+        assert launch.end() == 128 + number, launch.errors()
+        assert launch.errors().rstrip().endswith(f"train_ddp.py: stopped by {number.name} with nothing to save")
+        assert "Traceback" not in launch.errors(), "of the rank that lost its connection"
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
+    """As within init_process_group for a rank that is gone, where Python answers no signal."""
+    (tmp_path / "task.py").write_text(
+        "import os, signal, time\nfrom small import *\nfrom small import build_model as build\n"
+        "def build_model(args):\n"
+        "    if 'LOCAL_RANK' in os.environ:\n"
+        "        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])\n"
+        "        open(os.path.join(os.path.dirname(__file__), 'waits'), 'w').close()\n"
+        "        time.sleep(1000)\n"
+        "    return build(args)\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
+    with Launch(LAUNCHES[mode], tmp_path, "--task", str(tmp_path / "task.py"), stdout=subprocess.DEVNULL, **environment) as launch:
+        while not (tmp_path / "waits").exists():
+            assert launch.process.poll() is None, launch.errors()
+        launch.process.kill()
+        assert launch.end() == 137
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_ranks_whose_launcher_was_killed_save(mode, tmp_path):
+    with Launch(LAUNCHES[mode], tmp_path) as launch:
+        launch.wait_for("epoch 3/.* step 6/6")
+        launch.process.kill()
+        assert launch.end() == 137
+        assert launch.checkpoint()["step"] > 0, "within an epoch, which only a signal does"
