@@ -358,9 +358,10 @@ def check_run(args: argparse.Namespace) -> None:
         return  # launch.py did it before it started this rank, or the first rank of this machine does it
     sys.stdout.flush()
     sys.stderr.flush()
+    device_type = resolve_device_type(args.device)  # here: a forked process cannot ask
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        _tell_what_is_wrong(args, writer)
+        _tell_what_is_wrong(args, device_type, writer)
     os.close(writer)
     with open(reader, encoding="utf-8") as pipe:
         wrong = pipe.read()
@@ -371,7 +372,7 @@ def check_run(args: argparse.Namespace) -> None:
         raise RuntimeError(f"the check before the run ended with {os.waitstatus_to_exitcode(status)}")
 
 
-def _tell_what_is_wrong(args: argparse.Namespace, writer: int) -> NoReturn:
+def _tell_what_is_wrong(args: argparse.Namespace, device_type: str, writer: int) -> NoReturn:
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -380,7 +381,7 @@ def _tell_what_is_wrong(args: argparse.Namespace, writer: int) -> NoReturn:
         torch.set_num_threads(1)  # those of the parent are not here
         with open(writer, "w", encoding="utf-8", errors="replace") as pipe:
             try:
-                _check_run(args)
+                _check_run(args, device_type)
             except UsageError as error:
                 if "forked subprocess" not in str(error):  # a task that uses the accelerator by itself shows in the run what it can do
                     pipe.write(str(error))
@@ -393,7 +394,7 @@ def _tell_what_is_wrong(args: argparse.Namespace, writer: int) -> NoReturn:
         os._exit(code)
 
 
-def _check_run(args: argparse.Namespace) -> None:
+def _check_run(args: argparse.Namespace, device_type: str) -> None:
     from checkpoint import find_checkpoint  # they need this module
     from common import GlobalBatchSampler, ShardSampler, freeze, load_weights, read_tensors, train_mode
     from launch import check_address
@@ -434,12 +435,14 @@ def _check_run(args: argparse.Namespace) -> None:
         with named(f"--resume {args.resume}: its weights do not fit the model"):
             net.load_state_dict(checkpoint["model"])
     train_mode(net)
-    check_samples(args, task, net, train, "training")
-    check_samples(args, task, net.eval(), held_out, "evaluation")
+    check_samples(args, task, net, train, "training", device_type)
+    check_samples(args, task, net.eval(), held_out, "evaluation", device_type)
 
 
 @torch.no_grad()
-def check_samples(args: argparse.Namespace, task: types.SimpleNamespace, net: nn.Module, dataset: Dataset, name: str) -> None:
+def check_samples(
+    args: argparse.Namespace, task: types.SimpleNamespace, net: nn.Module, dataset: Dataset, name: str, device_type: str
+) -> None:
     """Send the first two samples through all of the task, on the CPU; they are fetched as a run fetches them."""
     from common import KeyedDataset, map_tensors
 
@@ -456,7 +459,7 @@ def check_samples(args: argparse.Namespace, task: types.SimpleNamespace, net: nn
         try:
             outputs = net(inputs)
         except Exception:
-            if resolve_device_type(args.device) == "cpu":
+            if device_type == "cpu":
                 raise
             return  # perhaps only the accelerator can do it
     with named(where := f"--task {args.task}: per_sample_loss", args.task):

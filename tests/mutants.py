@@ -643,7 +643,7 @@ for mode in ("single", "dp"):
     mutant(f"{mode}: options not checked", f"train_{mode}", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[{mode}]")
 mutant("ddp: options not checked", "train_ddp", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[ddp]")
 mutant("check: in the process of the run", "options", "    if (child := os.fork()) == 0:",
-       "    return _check_run(args)\n    if (child := 0):",
+       "    return _check_run(args, device_type)\n    if (child := 0):",
        f"{NEW}check_starts_no_thread_and_draws_no_random_number", f"{NEW}check_leaves_no_trace_in_the_state_of_the_task[single-1]")
 mutant("check: switched off by another launcher", "options", '("RANK", "LOCAL_RANK")', '("RANK",)',
        "cli::test_rank_of_an_outer_launcher_does_not_switch_the_check_off[single]")

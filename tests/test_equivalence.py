@@ -4,7 +4,7 @@ import pytest
 from harness import TASKS, compare, deviation, single_run, train
 
 # 203 samples in batches of 30: the last 23 are dropped, and neither 4 ranks nor 3 micro-batches divide a batch
-BASE = ("--task", str(TASKS / "small.py"), "--dtype", "float64", "--epochs", "4", "--batch-size", "30", "--log-every", "4")
+BASE = ("--task", str(TASKS / "small.py"), "--dtype", "float64", "--epochs", "5", "--batch-size", "30", "--log-every", "4")
 MODES = [("dp", 1), ("dp", 2), ("dp", 3), ("dp", 4), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("spawn", 2), ("spawn", 3)]
 
 
@@ -30,7 +30,7 @@ FEATURES = {
     "no label smoothing": "--label-smoothing 0",
     "frozen layers": "--freeze conv1.* conv2.bias",
     "constant": "--schedule constant --warmup-epochs 0.5 --lr 0.05",
-    "step": "--schedule step --step-epochs 2 3 --step-gamma 0.3 --warmup-epochs 1",
+    "step": "--schedule step --step-epochs 3 4 --step-gamma 0.3 --warmup-epochs 1",
     "cyclic": "--schedule cyclic --step-epochs 2 --warmup-epochs 1",
     "loader workers": "--workers 2",
     "batch of one a device": "--batch-size 4 --epochs 3 --lr 0.02",

@@ -41,5 +41,5 @@ def test_a_folder_without_a_run_is_named(content, words, tmp_path):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     finished = subprocess.run([sys.executable, ROOT / "plot.py", tmp_path], capture_output=True, text=True, cwd=tmp_path)
-    assert finished.returncode == 2 and f"{tmp_path}: {words}" in finished.stderr and "Traceback" not in finished.stderr
+    assert finished.returncode == 2 and f"{tmp_path / 'metrics.jsonl'}: {words}" in finished.stderr and "Traceback" not in finished.stderr
     assert not (tmp_path / "runs.svg").exists()
