@@ -411,14 +411,14 @@ mutant("launch: spawned ranks outlive the launcher", "launch",
        "    end_with_parent(signal.SIGKILL)\n    if not mp.parent_process().is_alive():", "    if not mp.parent_process().is_alive():",
        "signals::test_ranks_that_wait_before_training_end_with_the_launcher[spawn]")
 mutant("launch: ranks without a launcher do not save", "checkpoint", "end_with_parent(signal.SIGTERM)", "pass",
-       "signals::test_ranks_whose_launcher_was_killed_save[ddp]", "signals::test_ranks_whose_launcher_was_killed_save[spawn]")
+       LAST + "39_nothing_outlives_torchrun")
 mutant("launch: a Python that starts meets Ctrl-C", "launch", "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n", "",
        "signals::test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback")
 mutant("launch: a rank that is left by one that was stopped complains", "launch", "if lost and end and Path(end).exists():", "if False:",
-       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing[SIGINT]")
+       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing")
 mutant("launch: a signal before training is a failure", "launch",
        '"LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', '"LAUNCH_END_FILE" not in os.environ:',
-       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing[SIGINT]")
+       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing")
 mutant("launch: local rank of SLURM for the rank", "launch", '"RANK": "SLURM_PROCID"', '"RANK": "SLURM_LOCALID"',
        LAST + "40_ranks_from_slurm")
 mutant("launch: nodes of SLURM meet on localhost", "launch", '"SLURM_NNODES", "1") != "1"', '"SLURM_NNODES", "1") == "0"',

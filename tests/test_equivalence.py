@@ -41,8 +41,12 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize(("mode", "n"), [("dp", 4), ("ddp", 4)])
+OF_ITS_OWN = ["clipping", "frozen layers", "loader workers", "batch of one a device", "ema", "swa"]  # where dp has other code at work
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "feature"), [*(("dp", 4, feature) for feature in OF_ITS_OWN), *(("ddp", 4, feature) for feature in FEATURES)]
+)
 def test_feature_equals_one_device(mode, n, feature, tmp_path):
     argv = (*BASE, *FEATURES[feature].split())
     result = train(mode, n, *argv, folder=tmp_path)

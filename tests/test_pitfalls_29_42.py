@@ -439,7 +439,8 @@ def test_pitfall_39_nothing_outlives_the_launcher(number, tmp_path):
     signal_in_training(launcher.pid, number, tmp_path / "run")
     launcher.join()
     assert launcher.exitcode == (130 if number == signal.SIGINT else -number)
-    assert torch.load(tmp_path / "run" / "last.pt")["epoch"] >= 1
+    saved = torch.load(tmp_path / "run" / "last.pt")
+    assert saved["epoch"] >= 1 and saved["step"] > 0, "within an epoch, which only a signal does: that of a dead launcher too"
 
 
 def exit_with(function):
@@ -452,6 +453,7 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     command += [*BASE, *ENDLESS, "--output-dir", str(tmp_path / "run")]
     with open(tmp_path / "log", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as launcher:
         signal_in_training(launcher.pid, signal.SIGKILL, tmp_path / "run")
+    assert torch.load(tmp_path / "run" / "last.pt")["step"] > 0
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 40

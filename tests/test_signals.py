@@ -95,16 +95,15 @@ def test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback(tm
         assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(number, tmp_path):
+def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\nfrom small import *\nfrom small import build_model as build\n"
-        f"def build_model(args):\n    os.environ.get('RANK') == '1' and os.kill(os.getpid(), {number:d})\n    return build(args)\n"
+        "def build_model(args):\n    os.environ.get('RANK') == '1' and os.kill(os.getpid(), 2)\n    return build(args)\n"
     )
     environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
     with Launch(LAUNCHES["ddp"], tmp_path, "--task", str(tmp_path / "task.py"), **environment) as launch:
-        assert launch.end() == 128 + number, launch.errors()
-        assert launch.errors().rstrip().endswith(f"train_ddp.py: stopped by {number.name} with nothing to save")
+        assert launch.end() == 130, launch.errors()
+        assert launch.errors().rstrip().endswith("train_ddp.py: stopped by SIGINT with nothing to save")
         assert "Traceback" not in launch.errors(), "of the rank that lost its connection"
 
 
@@ -126,12 +125,3 @@ def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
             assert launch.process.poll() is None, launch.errors()
         launch.process.kill()
         assert launch.end() == 137
-
-
-@pytest.mark.parametrize("mode", ["ddp", "spawn"])
-def test_ranks_whose_launcher_was_killed_save(mode, tmp_path):
-    with Launch(LAUNCHES[mode], tmp_path) as launch:
-        launch.wait_for("epoch 3/.* step 6/6")
-        launch.process.kill()
-        assert launch.end() == 137
-        assert launch.checkpoint()["step"] > 0, "within an epoch, which only a signal does"
