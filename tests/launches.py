@@ -135,7 +135,7 @@ class Launch:
         return [pid for pid in self.processes() if parent(pid) == launcher and RANK.search(read(pid, "cmdline"))]
 
     def workers(self) -> list[int]:
-        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same."""
+        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same, as is that of the check."""
         ranks = {pid: read(pid, "cmdline") for pid in self.ranks()}
         return [pid for pid in self.processes() if (rank := parent(pid)) in ranks and read(pid, "cmdline") == ranks[rank]]
 
