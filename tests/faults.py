@@ -275,7 +275,7 @@ FAULTS = [
     Fault("NaN loss, then killed or stopped", kill_or_stop, {137, 143}, task="NaN loss", always=True),
     Fault("NaN input, then killed or stopped", kill_or_stop, {137, 143}, task="NaN input", always=True),
     Fault("exception in a loader worker", in_the_task, FAILURE, "broken in a loader worker", task="worker raises", workers=2),
-    Fault("SIGKILL to a loader worker", kill_worker, FAILURE, "DataLoader worker .* (killed|exited)|check before the run ended with -9", workers=2),
+    Fault("SIGKILL to a loader worker", kill_worker, FAILURE, "DataLoader worker .* (killed|exited)|check .* ended with -9", workers=2),
     Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
     Fault("file size limit", limit_file_size, FAILURE, "File too large"),
     Fault("read-only folder", make_read_only, {137}, prepare=mount),
