@@ -44,7 +44,7 @@ DIGITS = ["--task", "tests/tasks/faulty.py"]  # BatchNorm, dropout and augmentat
 IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
 VARIATIONS = [[], ["--average", "swa"], ["--balanced"]]
 LIMIT = 240  # seconds that any launch may take
-SIDE_BY_SIDE = 4  # trials: much of each is waiting
+SIDE_BY_SIDE = 3  # trials: much of each is waiting
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
 SMALL_DISK, SMALL_FILE = "size=1m", 40_000  # holds all files of a run; smaller than a checkpoint, larger than a log
 
