@@ -315,10 +315,10 @@ class Run:
             problem = UsageError(f"--resume {self.args.resume}: does not fit the model or the optimizer: {' '.join(str(error).split())}")
             problem.by_all = True
             raise problem from error
-        done = "" if state.epoch < epochs else f": all {epochs} epochs are done, more --epochs would go on"
         if restarted():
             print0(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}, after {earlier_failure()}", file=sys.stderr)
-        print0(f"resumed at epoch {state.epoch + 1}, step {state.step}{done}")
+        where = f"at epoch {state.epoch + 1}, step {state.step}" if state.epoch < epochs else f"after all {epochs} epochs; more would go on"
+        print0(f"resumed {where}")
 
     def _kept_bytes(self, checkpoint: dict[str, Any] | None) -> int:
         """Length of the part of metrics.jsonl that was written before the checkpoint; the rest will be written again."""

@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from options import Stopped, UsageError, check_run, end_with_parent, parse_args
+from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args
 
-SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}  # they stop a run, which after saving ends with this code
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
 LOST_CONNECTION = re.compile(

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from launch import SIGNALS
-from options import UsageError, end_with_parent
+from options import UsageError, leave_signals_to_parent
 
 
 def mix(*parts: Any) -> Any:
@@ -174,7 +173,7 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     workers = args.workers
     if workers is None:
         workers = 0 if getattr(dataset, "in_memory", False) else min(8, torch.get_num_threads())
-    options = {"persistent_workers": True, "worker_init_fn": _ignore_signals, "multiprocessing_context": "fork"} if workers else {}
+    options = {"persistent_workers": True, "worker_init_fn": leave_signals_to_parent, "multiprocessing_context": "fork"} if workers else {}
     if workers:
         multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
         sampler = _Late(sampler)
@@ -201,12 +200,6 @@ class _Late(Sampler):
 
 def _identity(batch: Any) -> Any:
     return batch
-
-
-def _ignore_signals(worker: int) -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)  # a worker that outlives its rank would hold the lock on the run's folder
 
 
 def _end_workers() -> None:

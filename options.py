@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}  # they stop a run, which after saving ends with this code
 RESERVED = {"loss", "count", "event", "epoch", "global_step"}  # what else stands in a line of metrics.jsonl
 
 
@@ -349,6 +350,16 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, number)
 
 
+def leave_signals_to_parent(worker: int = 0) -> None:
+    """Let the signals that stop a run be answered by the process that started this one, and end with it: in loader workers, for example.
+
+    A worker that outlives its rank would hold the lock on the run's folder.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+
+
 def check_run(args: argparse.Namespace) -> None:
     """Raise UsageError for what else would only be found when the run has begun: a bad task, data set, model or checkpoint.
 
@@ -375,9 +386,7 @@ def check_run(args: argparse.Namespace) -> None:
 def _tell_what_is_wrong(args: argparse.Namespace, device_type: str, writer: int) -> NoReturn:
     code = 1
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)  # for the parent to answer, with which this process ends
-        end_with_parent(signal.SIGKILL)
+        leave_signals_to_parent()
         torch.set_num_threads(1)  # those of the parent are not here
         with open(writer, "w", encoding="utf-8", errors="replace") as pipe:
             try:

@@ -214,7 +214,7 @@ mutant("augmentation: draws without the epoch", "loading", "np.full_like(keys, m
 mutant("augmentation: draws without the index", "loading", "keys, np.arange(draws", "np.zeros_like(keys), np.arange(draws", UNIFORM)
 mutant("loader: workers started anew every epoch", "loading", '{"persistent_workers": True, ', "{",
        LAST + "38_workers_stay_and_cores_are_divided")
-mutant("loader: workers do not ignore signals", "loading", "signal.signal(number, signal.SIG_IGN)", "pass", ONE + "11_sigterm_saves[2]")
+mutant("loader: workers do not ignore signals", "options", "signal.signal(number, signal.SIG_IGN)", "pass", ONE + "11_sigterm_saves[2]")
 mutant("loader: workers not ended at exit", "loading", "multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)", "pass",
        ONE + "06_error_with_loader_workers_ends_the_process")
 mutant("split_batch: strided micro-batches", "loading", "tensor.tensor_split(pieces)[i]", "tensor[i::pieces]",
@@ -386,10 +386,10 @@ mutant("stop: without saving", "checkpoint", "if stop or (args.save_every and", 
 for name in ("train_single", "train_dp", "train_ddp", "train_spawn", "launch"):
     mutant(f"{name}: Ctrl-C is left to Python", name, "signal.signal(signal.SIGINT, signal.SIG_DFL)", "None",
            f"signals::test_ctrl_c_ends_the_import_of_torch[{name}.py]")
-mutant("stop: SIGTERM ends with 0", "launch", "signal.SIGTERM: 143", "signal.SIGTERM: 0", ONE + "11_sigterm_saves[0]")
-mutant("stop: SIGINT ends with 143", "launch", "signal.SIGINT: 130", "signal.SIGINT: 143",
+mutant("stop: SIGTERM ends with 0", "options", "signal.SIGTERM: 143", "signal.SIGTERM: 0", ONE + "11_sigterm_saves[0]")
+mutant("stop: SIGINT ends with 143", "options", "signal.SIGINT: 130", "signal.SIGINT: 143",
        LAST + "39_nothing_outlives_the_launcher[SIGINT]")
-mutant("stop: SIGUSR1 ends with 138", "launch", "signal.SIGUSR1: 0", "signal.SIGUSR1: 138",
+mutant("stop: SIGUSR1 ends with 138", "options", "signal.SIGUSR1: 0", "signal.SIGUSR1: 138",
        "survivors::test_signal_to_all_ranks_is_one_signal")
 
 # ------------------------------------------------------------------------------------------------------ launch.py and options.py

@@ -579,6 +579,9 @@ def test_interrupted_swa_goes_on_bitwise(tmp_path):
     argv = (*SWA[:-1], "8")  # averaged after epochs 7 and 8
     straight = single_run(*argv)
     assert train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 45)).code == 143
+    looked = train("single", 1, *argv, "--eval-only", "--resume", tmp_path / "run" / "last.pt", folder=tmp_path)
+    before, now = looked.eval_lines()[-2:]
+    assert now["loss"] == before["loss"], "within an epoch the average has the statistics that it was last evaluated with"
     resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
     for name, value in straight.checkpoint()["average"].items():
         assert torch.equal(torch.as_tensor(resumed.checkpoint()["average"][name]), torch.as_tensor(value)), name
