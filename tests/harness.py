@@ -186,11 +186,15 @@ def train(mode: str, n: int, *argv: str, folder: Path, steps: int = 1, patch: Ca
 
 
 @functools.cache
-def single_run(*argv: str, steps: int = 1) -> Result:
-    """The single-device run of a command line, made once in a test process: what every other mode is compared with."""
-    result = train("single", 1, *argv, folder=Path(tempfile.mkdtemp(prefix="reference-", dir=scratch_folder())), steps=steps)
+def undisturbed(mode: str, n: int, *argv: str, steps: int = 1) -> Result:
+    """The run of a command line, made once in a test process: what others are compared with."""
+    result = train(mode, n, *argv, folder=Path(tempfile.mkdtemp(prefix="reference-", dir=scratch_folder())), steps=steps)
     assert result.code == 0, result.err
     return result
+
+
+def single_run(*argv: str, steps: int = 1) -> Result:
+    return undisturbed("single", 1, *argv, steps=steps)
 
 
 @functools.cache

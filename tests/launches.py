@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,6 +115,11 @@ class Launch:
             if re.search(pattern, line):
                 return
         raise AssertionError(f"the run ended before it printed {pattern}: {self.errors()}")
+
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        """Look again and again, with pauses that leave the cores to the run, until `condition()` holds."""
+        while not condition():
+            assert self.alive_at(time.monotonic() - self.start + 0.02), f"the run ended before it: {self.errors()}"
 
     def alive_at(self, seconds: float) -> bool:
         """Wait until so many seconds after the start; return whether the launch still runs then."""

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
-from harness import TASKS, run_processes, scratch_folder, train
+from harness import TASKS, run_processes
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common
@@ -22,14 +22,6 @@ import common
 # 203 training samples in batches of 30: 6 steps an epoch, 18 in all; neither 4 ranks nor 4 micro-batches divide a batch
 BASE = ("--task", str(TASKS / "pit_models.py"), "--dtype", "float64", "--device", "cpu", "--epochs", "3", "--batch-size", "30")
 BASE += ("--log-every", "1", "--warmup-epochs", "1", "--timeout", "30")
-
-
-@functools.cache
-def ddp_run(world_size, *argv):
-    """The DDP run of a command line, made once in a test process."""
-    result = train("ddp", world_size, *argv, folder=Path(tempfile.mkdtemp(dir=scratch_folder())))
-    assert result.code == 0, result.err
-    return result
 
 
 def in_process(function):

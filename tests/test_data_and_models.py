@@ -338,7 +338,7 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
 @pytest.mark.parametrize(("mode", "n"), MODES)
 def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
     torch.save(state_dict(), tmp_path / "weights.pt")
-    argv = ("--epochs", "1", "--batch-size", "700", "--dtype", "float64", "--lr", "0")
+    argv = ("--epochs", "1", "--task", TASKS / "small.py", "--batch-size", "100", "--dtype", "float64", "--lr", "0")
     result = train(mode, n, *argv, "--weights", tmp_path / "weights.pt", folder=tmp_path)
     assert result.code == 0 and result.out.count("weights: 8 of the model's 8 tensors") == 1, result.out + result.err
     assert all(value.equal(state_dict()[name].double()) for name, value in result.checkpoint()["model"].items())

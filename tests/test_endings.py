@@ -328,14 +328,14 @@ def test_run_that_ended_while_this_one_was_starting_is_not_overwritten(tmp_path)
     train("single", 1, *argv, folder=tmp_path / "theirs")
     patch = functools.partial(let_another_run_end, tmp_path / "theirs" / "run", tmp_path / "run")
     result = train("single", 1, *argv, "--resume", "auto", folder=tmp_path, patch=patch)
-    assert result.code == 0 and "resumed at epoch 2" in result.out, result.out + result.err
+    assert result.code == 0 and "resumed after all 1 epochs" in result.out, result.out + result.err
 
 
 def test_finished_run_says_how_it_would_go_on(tmp_path):
     argv = ["--batch-size", "500", "--epochs", "1"]
     train("single", 1, *argv, folder=tmp_path)
     again = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    assert again.code == 0 and "all 1 epochs are done, more --epochs would go on" in again.out
+    assert again.code == 0 and "resumed after all 1 epochs; more would go on" in again.out
 
 
 # ------------------------------------------------------------------------------------------------------------ non-finite values

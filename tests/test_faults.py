@@ -25,9 +25,9 @@ import signal
 import faults
 import pytest
 import torch
-from harness import TASKS, Result, single_run, train
+from harness import TASKS, Result, single_run, train, undisturbed
 from launches import Launch
-from pitfalls import Patches, ddp_run, set_environment, stop_after, without_speed
+from pitfalls import Patches, set_environment, stop_after, without_speed
 
 SMALL = (
     "--task",
@@ -106,7 +106,7 @@ def test_failure_ends_the_run_and_the_resumed_one_is_the_same(mode, fault, cause
     broken = train(mode, n, *SMALL, *workers, folder=tmp_path, patch=functools.partial(set_environment, values))
     assert (tmp_path / "once").exists() and broken.code == 1
     assert re.search(cause, broken.err)
-    reference = ddp_run(n, *SMALL) if mode == "ddp" else single_run(*SMALL) if mode == "single" else None
+    reference = undisturbed("ddp", n, *SMALL) if mode == "ddp" else single_run(*SMALL) if mode == "single" else None
     resumed = train(mode, n, *SMALL, "--resume", "auto", folder=tmp_path)
     assert_same(resumed, reference or train(mode, n, *SMALL, folder=tmp_path / "straight"))
 
@@ -117,7 +117,7 @@ def test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies(tmp_path):
         code = launch.end()
         assert code == 0 and (tmp_path / "once").exists(), launch.errors()
         assert "exitcode: 1" in launch.errors(), "torchrun tells of the rank that died"
-    reference = ddp_run(2, *SMALL)
+    reference = undisturbed("ddp", 2, *SMALL)
     assert_same(Result(0, "", "", tmp_path / "run"), reference)
 
 

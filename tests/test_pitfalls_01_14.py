@@ -21,8 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import ROOT, TASKS, deviation, in_group, make_args, make_sampler, run_processes, single_run, train
-from pitfalls import BASE, after_step, ddp_run, in_process, on_rank_1, print_batches, printed, stop_after, without_speed
+from harness import ROOT, TASKS, deviation, in_group, make_args, make_sampler, run_processes, single_run, train, undisturbed
+from pitfalls import BASE, after_step, in_process, on_rank_1, print_batches, printed, stop_after, without_speed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -68,7 +68,7 @@ def test_pitfall_01_evaluation_counts_every_sample_once():
         assert abs(wrong - 6 / 21) > 5e-3
         assert right == {"top1": pytest.approx(6 / 21, rel=1e-12), "count": 21}
 
-    one, four = single_run(*BASE).eval_lines(), ddp_run(4, *BASE).eval_lines()
+    one, four = single_run(*BASE).eval_lines(), undisturbed("ddp", 4, *BASE).eval_lines()
     assert len(four) == 3 and four[-1]["count"] == 57 and 0.2 < four[-1]["top1"] < 1
     assert [line["top1"] for line in four] == pytest.approx([line["top1"] for line in one], rel=1e-10)
     assert [line["loss"] for line in four] == pytest.approx([line["loss"] for line in one], rel=1e-10)
@@ -115,7 +115,7 @@ def test_pitfall_03_batch_size_is_global(tmp_path):
     assert deviation(per_device.gradients[0][0], reference.gradients[0][0]) > 1e-2
 
     for world_size in (2, 4):
-        result = ddp_run(world_size, *BASE)
+        result = undisturbed("ddp", world_size, *BASE)
         assert [line["lr"] for line in result.train_lines()] == [line["lr"] for line in reference.train_lines()]
         assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
 
@@ -177,7 +177,7 @@ def test_pitfall_05_nan_on_one_rank(tmp_path):
     """NaN on one rank: a rank that skips its own step leaves the others in a collective, or pairs their batches wrongly from then on."""
     assert [int(out) for out in in_group(2, skip_on_one_rank)] == [2, 2]  # of 3 steps; rank 0's first went with rank 1's second
 
-    clean = ddp_run(2, *BASE)
+    clean = undisturbed("ddp", 2, *BASE)
     result = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(on_rank_1, make_nan, 2))
     assert result.code == 0, result.err  # equal weights on all ranks are checked at the end of each epoch
     assert [line["skipped"] for line in result.train_lines()] == [0, 0, 1] + 15 * [0]
@@ -480,7 +480,7 @@ def test_pitfall_11_sigterm_saves(workers, tmp_path):
     assert stopped.checkpoint()["global_step"] == 4  # both ranks: one step was needed to agree
     resumed = train("ddp", 2, *argv, "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0, resumed.err
-    straight = ddp_run(2, *BASE)
+    straight = undisturbed("ddp", 2, *BASE)
     assert without_speed(resumed.lines) == without_speed(straight.lines)
     assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, context, deviation, in_group, make_args, make_sampler, run_processes, single_run, train
-from pitfalls import BASE, ddp_run, in_process, launch, printed, stop_after, without_speed
+from harness import ROOT, context, deviation, in_group, make_args, make_sampler, run_processes, single_run, train, undisturbed
+from pitfalls import BASE, in_process, launch, printed, stop_after, without_speed
 from test_pitfalls_01_14 import spawn_launcher
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -149,7 +149,7 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
     stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
     resumed = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path, patch=hide_files_from_rank_1)
     assert stopped.code == 143 and resumed.code == 0, resumed.err
-    assert without_speed(resumed.lines) == without_speed(ddp_run(2, *BASE).lines)
+    assert without_speed(resumed.lines) == without_speed(undisturbed("ddp", 2, *BASE).lines)
 
     with open(tmp_path / "run" / "metrics.jsonl") as other_run:
         fcntl.flock(other_run, fcntl.LOCK_EX)
@@ -329,7 +329,7 @@ def test_pitfall_37_one_rank_prints_and_writes(tmp_path):
     """Every line appears N times: each rank prints and writes its own."""
     assert len("".join(in_group(2, functools.partial(print, "epoch 1"))).splitlines()) == 2
 
-    one, two = single_run(*BASE), ddp_run(2, *BASE)
+    one, two = single_run(*BASE), undisturbed("ddp", 2, *BASE)
     starts = [[line[:20] for line in run.out.splitlines() if not line.startswith("output folder")] for run in (one, two)]
     assert starts[0] == starts[1] and len(starts[0]) == 18 + 3
     assert two.out.count("output folder") == 1 and two.err == one.err == ""
@@ -470,7 +470,8 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
     port = free_port()
 
     def node(rank):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
+        launcher = ("run", "launch")[rank]  # torchrun, and the old one
+        command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(ROOT / "train_ddp.py")]
         return launch(*command, *BASE, "--output-dir", str(tmp_path / "torchrun"))
 

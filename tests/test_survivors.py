@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, TASKS, deviation, make_args, single_run, train
-from pitfalls import BASE, after_step, ddp_run, in_process, printed, stop_after, without_speed, wrap_in_task
+from harness import ROOT, TASKS, deviation, make_args, single_run, train, undisturbed
+from pitfalls import BASE, after_step, in_process, printed, stop_after, without_speed, wrap_in_task
 from test_pitfalls_15_28 import scale_by_1024
 from test_pitfalls_29_42 import print_masks
 from torch import nn
@@ -154,7 +154,7 @@ def test_buffers_of_an_average_are_evaluated_alike_by_eval_only(mode, tmp_path):
 def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
     """Replica 0 keeps the running statistics, and the others do not touch them, as rank 0 does."""
     argv = (*BASE, "--model", "batchnorm", "--batch-size", "24", "--epochs", "1")  # an even share: both cut it alike
-    result, reference = train("dp", 2, *argv, folder=tmp_path), ddp_run(2, *argv)
+    result, reference = train("dp", 2, *argv, folder=tmp_path), undisturbed("ddp", 2, *argv)
     assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
     assert result.checkpoint()["model"]["between.running_mean"].abs().max() > 1e-3
 
@@ -184,7 +184,7 @@ def test_spawn_checks_before_it_starts_a_process(monkeypatch):
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_compressed_gradients_differ_by_their_rounding(name, tmp_path):
     argv = (*BASE, "--epochs", "1")
-    dtype, plain = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], ddp_run(2, *argv).gradients[0][0]
+    dtype, plain = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], undisturbed("ddp", 2, *argv).gradients[0][0]
     sent = train("ddp", 2, *argv, "--grad-compress", name, folder=tmp_path).gradients[0][0]
     assert all(gradient.to(dtype).to(gradient.dtype).equal(gradient) for gradient in sent.values())
     assert not any(gradient.to(dtype).to(gradient.dtype).equal(gradient) for gradient in plain.values())
