@@ -433,7 +433,7 @@ mutant("launch: a killed rank has no code of its own", "launch", "(128 - codes[r
        "128 - codes[rank]", ONE + "06_dead_rank_ends_the_job[is killed]")
 mutant("launch: signals not handed on", "launch", "os.kill(process.pid, number)", "pass", LAST + "39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(written)", "code = 0",
-       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-15]")
+       "signals::test_signal_to_one_rank_stops_all_ranks_at_the_same_step")
 mutant("launch: sys.exit(0) of a task is success", "launch", "        if code is None:\n", "        if False:\n",
        f"{ENDINGS}task_that_leaves_by_sys_exit_is_no_success[ddp-2]")
 mutant("launch: sys.exit(0) ends a device's run with 0", "launch", "except SystemExit as error:", "except ZeroDivisionError as error:",
@@ -487,11 +487,11 @@ mutant("launch: ranks meet where dead ones did", "launch", "file://{file}-{os.en
        "file://{file}",
        f"{ENDINGS}ranks_meet_in_a_file_of_their_own_after_a_restart")
 mutant("launch: ranks of one machine listen to all", "launch", 'os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")', "pass",
-       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-15]")
+       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("launch: options checked by the ranks", "launch", '    check_run(parse_args("ddp", argv, world_size))', "    pass",
        "cli::test_bad_command_line_ends_with_code_2_and_one_line[run.sh ddp 08 --batch-size 7 --device cpu-]")
 mutant("launch: torchrun listens to all", "launch", "[*meet, *name, \"--max", '["--standalone", "--max',
-       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-15]")
+       "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("stop: not saved before the end of an evaluation", "checkpoint", "self.stop.save_now = self._save_between_epochs", "pass",
        f"{ENDINGS}signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_again[single-1]")
 mutant("resume: another training set not noticed", "checkpoint", 'checkpoint["samples"] != samples and', "False and",

@@ -627,11 +627,10 @@ def print_memory(rank):
     checkpoint.Run.end_epoch = watched
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
-def test_memory_does_not_grow_with_the_epochs(mode, n, tmp_path):
-    result = train(mode, n, *BASE, "--epochs", "24", "--average", "ema", "--workers", "1", folder=tmp_path, patch=print_memory)
+def test_memory_does_not_grow_with_the_epochs(tmp_path):
+    result = train("ddp", 2, *BASE, "--epochs", "24", "--average", "ema", "--workers", "1", folder=tmp_path, patch=print_memory)
     assert result.code == 0, result.err
     sizes = printed(result.out, "memory")
-    per_rank = [sizes[rank * 24 : (rank + 1) * 24] for rank in range(n)]
+    per_rank = [sizes[rank * 24 : (rank + 1) * 24] for rank in range(2)]
     for size in per_rank:
         assert max(size[4:]) <= 1.01 * size[3], f"kB after each epoch: {size}"
