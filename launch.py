@@ -292,7 +292,11 @@ def torchrun(world_size: int, argv: list[str]) -> int:
         signal.signal(signal.SIGUSR1, hand_on)  # SLURM's warning; torchrun itself does not know it and would die
         code, reason = 0, ""
         try:
-            run.main([*meet, *name, "--max-restarts", "3", "--nproc-per-node", str(world_size), sys.argv[0], *argv])
+            try:
+                run.main([*meet, *name, "--max-restarts", "3", "--nproc-per-node", str(world_size), sys.argv[0], *argv])
+            finally:
+                for number in SIGNALS:  # torchrun's own answer would be an error, but the ranks have ended: what is left is to clear up
+                    signal.signal(number, signal.SIG_IGN)
         except SignalException as stop:
             code, reason = 128 + stop.sigval.value, f"stopped by {stop.sigval.name}; go on from the last checkpoint with --resume auto"
         except ChildFailedError as error:

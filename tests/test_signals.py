@@ -119,3 +119,18 @@ def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
         assert_only_this_machine_can_reach(launch)
         launch.process.kill()
         assert launch.end() == 137
+
+
+def test_signal_when_all_is_done_changes_nothing(tmp_path):
+    """While the launcher removes its temporary folder torchrun's handlers would still be there, and end it with a traceback."""
+    (tmp_path / "late.py").write_text(
+        "import os, signal, sys, tempfile\nimport launch\n"
+        "cleanup = tempfile.TemporaryDirectory.cleanup\n"
+        "def late(folder):\n    os.kill(os.getpid(), signal.SIGTERM)\n    cleanup(folder)\n    print('cleared up')\n"
+        "tempfile.TemporaryDirectory.cleanup = late\n"
+        "sys.exit(launch.exit_code(launch.main))\n"
+    )
+    command = [sys.executable, str(tmp_path / "late.py"), "1", *OPTIONS[:4], "--epochs", "1"]
+    with Launch(command, tmp_path, PYTHONPATH=str(ROOT)) as launch:
+        launch.wait_for("cleared up")
+        assert (launch.end(), launch.errors()) == (0, "")
