@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ import torch.multiprocessing as mp
 from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args
 
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
+ENDING = threading.Lock()
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)", re.DOTALL
@@ -47,6 +49,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         return 0  # torchrun started this process again, but the run ended on purpose
     for number in SIGNALS:
         signal.signal(number, _end_at_once)
+    _answer_from_a_thread()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # in a spawned process: see meeting_place
     try:
         return _run(main)
@@ -98,8 +101,24 @@ def _recorded(message: str) -> RuntimeError:
     return error
 
 
+def _answer_from_a_thread() -> None:
+    """Answer signals in the place of the main thread too: while C++ waits there for another rank, Python calls no handler."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets the number of every signal at once
+
+    def answer() -> None:
+        while number := os.read(reader, 1):
+            if signal.getsignal(number[0]) is _end_at_once:
+                _end_at_once(number[0], None)
+
+    threading.Thread(target=answer, daemon=True).start()
+
+
 def _end_at_once(number: int, frame: Any) -> None:
     """Until training begins nothing can be lost, and what the run waits for may never come."""
+    if not ENDING.acquire(blocking=False):
+        return  # the other thread does it, or this one already
     if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:  # by which torchrun ends ranks because another has failed
         announce_end(128 + number, f"stopped by {signal.Signals(number).name} with nothing to save", by_all=False)
     os._exit(128 + number)

@@ -434,6 +434,8 @@ mutant("launch: a killed rank has no code of its own", "launch", "(128 - codes[r
 mutant("launch: signals not handed on", "launch", "os.kill(process.pid, number)", "pass", LAST + "39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(written)", "code = 0",
        "signals::test_signal_to_one_rank_stops_all_ranks_at_the_same_step")
+mutant("launch: no answer to signals from C++", "launch", "signal.set_wakeup_fd(writer, warn_on_full_buffer=False)", "pass",
+       "signals::test_rank_that_waits_for_another_in_c_answers_signals")
 mutant("launch: torchrun answers signals to the end", "launch", "signal.signal(number, signal.SIG_IGN)", "pass",
        "signals::test_signal_when_all_is_done_changes_nothing")
 mutant("launch: sys.exit(0) of a task is success", "launch", "        if code is None:\n", "        if False:\n",

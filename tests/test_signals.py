@@ -121,6 +121,21 @@ def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
         assert launch.end() == 137
 
 
+def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
+    """Python calls no handler while init_process_group waits, and torchrun kills what does not end, but only after half a minute."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "task.py").write_text(
+        "import os, time\nfrom small import *\nfrom small import build_datasets as build\n"
+        "def build_datasets(args):\n    os.environ.get('RANK') == '1' and time.sleep(1000)\n    return build(args)\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks"), "TMPDIR": str(tmp_path / "tmp")}
+    with Launch(LAUNCHES["ddp"], tmp_path, "--task", str(tmp_path / "task.py"), **environment) as launch:
+        launch.wait_until(lambda: any(path.stat().st_size for path in (tmp_path / "tmp").glob("*/ranks-*")))  # rank 0 left its address
+        launch.process.send_signal(signal.SIGUSR1)
+        assert launch.end() == 138, launch.errors()
+        assert "forcefully exiting" not in launch.errors() and "Traceback" not in launch.errors()
+
+
 def test_signal_when_all_is_done_changes_nothing(tmp_path):
     """While the launcher removes its temporary folder torchrun's handlers would still be there, and end it with a traceback."""
     (tmp_path / "late.py").write_text(
