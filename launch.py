@@ -106,12 +106,14 @@ def _answer_from_a_thread() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets the number of every signal at once
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # or one to a forked process would end this one
 
     def answer() -> None:
         while number := os.read(reader, 1):
             if signal.getsignal(number[0]) is _end_at_once:
                 _end_at_once(number[0], None)
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as the thread inherits it, signals still go to the main thread
     threading.Thread(target=answer, daemon=True).start()
 
 
@@ -119,9 +121,11 @@ def _end_at_once(number: int, frame: Any) -> None:
     """Until training begins nothing can be lost, and what the run waits for may never come."""
     if not ENDING.acquire(blocking=False):
         return  # the other thread does it, or this one already
-    if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:  # by which torchrun ends ranks because another has failed
-        announce_end(128 + number, f"stopped by {signal.Signals(number).name} with nothing to save", by_all=False)
-    os._exit(128 + number)
+    try:
+        if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:  # by which torchrun ends ranks because another has failed
+            announce_end(128 + number, f"stopped by {signal.Signals(number).name} with nothing to save", by_all=False)
+    finally:
+        os._exit(128 + number)  # also if nobody reads what it says
 
 
 def announce_end(code: int, message: str, by_all: bool = True) -> int:

@@ -436,6 +436,12 @@ mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(writ
        "signals::test_signal_to_one_rank_stops_all_ranks_at_the_same_step")
 mutant("launch: no answer to signals from C++", "launch", "signal.set_wakeup_fd(writer, warn_on_full_buffer=False)", "pass",
        "signals::test_rank_that_waits_for_another_in_c_answers_signals")
+mutant("launch: a forked process answers for its parent", "launch", "after_in_child=lambda: signal.set_wakeup_fd(-1)",
+       "before=lambda: None",
+       "signals::test_signal_to_a_forked_process_of_the_task_does_not_end_the_run")
+mutant("launch: a signal is forgotten if nobody reads", "launch", "    finally:\n        os._exit(128 + number)",
+       "    finally:\n        pass",
+       "signals::test_signal_ends_a_run_that_cannot_say_so")
 mutant("launch: torchrun answers signals to the end", "launch", "signal.signal(number, signal.SIG_IGN)", "pass",
        "signals::test_signal_when_all_is_done_changes_nothing")
 mutant("launch: sys.exit(0) of a task is success", "launch", "        if code is None:\n", "        if False:\n",

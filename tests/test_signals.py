@@ -5,9 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from harness import run_processes, train
 from launches import ROOT, TASKS, Launch, listening, read
+
+import common
 
 OPTIONS = ["--task", str(TASKS / "small.py"), "--batch-size", "30", "--epochs", "10000", "--log-every", "6"]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
@@ -134,6 +138,32 @@ def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
         launch.process.send_signal(signal.SIGUSR1)
         assert launch.end() == 138, launch.errors()
         assert "forcefully exiting" not in launch.errors() and "Traceback" not in launch.errors()
+
+
+def test_signal_to_a_forked_process_of_the_task_does_not_end_the_run(tmp_path):
+    """A pool of processes ends its own by SIGTERM; they have the pipe from which signals are answered."""
+    (tmp_path / "task.py").write_text(
+        "import os, signal\nfrom small import *\nfrom small import build_datasets as build\n"
+        "def build_datasets(args):\n"
+        "    if (child := os.fork()) == 0:\n        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "        while True: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.waitpid(child, 0)\n    return build(args)\n"
+    )
+    result = train("single", 1, *OPTIONS[:4], "--epochs", "1", "--task", tmp_path / "task.py", folder=tmp_path)
+    assert (result.code, result.err) == (0, "")
+
+
+def end_while_nobody_reads():
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    common.exit_code(lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(100))
+
+
+def test_signal_ends_a_run_that_cannot_say_so(tmp_path):
+    """As Ctrl-C ends what reads the messages too."""
+    ((code, _, _),) = run_processes([end_while_nobody_reads], tmp_path, timeout=20)
+    assert code == 143
 
 
 def test_signal_when_all_is_done_changes_nothing(tmp_path):
