@@ -36,7 +36,7 @@ import torch.multiprocessing as mp
 from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args
 
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
-ENDING = threading.Lock()
+ENDING = threading.Lock()  # held, for good, by the thread that answers the signal which ends this process
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)", re.DOTALL

@@ -442,6 +442,8 @@ mutant("launch: a forked process answers for its parent", "launch", "after_in_ch
 mutant("launch: a signal is forgotten if nobody reads", "launch", "    finally:\n        os._exit(128 + number)",
        "    finally:\n        pass",
        "signals::test_signal_ends_a_run_that_cannot_say_so")
+mutant("launch: the thread takes signals that the main thread blocks", "launch",
+       "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as", "    #", "signals::test_only_the_main_thread_takes_signals")
 mutant("launch: torchrun answers signals to the end", "launch", "signal.signal(number, signal.SIG_IGN)", "pass",
        "signals::test_signal_when_all_is_done_changes_nothing")
 mutant("launch: sys.exit(0) of a task is success", "launch", "        if code is None:\n", "        if False:\n",

@@ -5,11 +5,13 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from harness import run_processes, train
 from launches import ROOT, TASKS, Launch, listening, read
+from pitfalls import in_process
 
 import common
 
@@ -164,6 +166,22 @@ def test_signal_ends_a_run_that_cannot_say_so(tmp_path):
     """As Ctrl-C ends what reads the messages too."""
     ((code, _, _),) = run_processes([end_while_nobody_reads], tmp_path, timeout=20)
     assert code == 143
+
+
+def print_which_threads_block_signals():
+    def main():
+        for thread in threading.enumerate():
+            mask = int(re.search(r"SigBlk:\s*(\w+)", read(os.getpid(), f"task/{thread.native_id}/status"))[1], 16)
+            print(thread is threading.main_thread(), [bool(mask >> number - 1 & 1) for number in CODES])
+        return 0
+
+    return common.exit_code(main)
+
+
+def test_only_the_main_thread_takes_signals():
+    """Or those that it blocks while it starts processes would end the run at once, and leave what it started."""
+    lines = in_process(print_which_threads_block_signals).splitlines()
+    assert sorted(lines) == ["False [True, True, True]", "True [False, False, False]"]
 
 
 def test_signal_when_all_is_done_changes_nothing(tmp_path):
