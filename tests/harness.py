@@ -37,8 +37,8 @@ TIMEOUT = 120  # seconds that any group of processes may take
 
 context = multiprocessing.get_context("forkserver")
 one_thread = threading.Lock()  # starting a process reads the exit codes of all others, and an exit code can be read only once
-HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-context.set_forkserver_preload(["harness", "train_ddp", "torch._dynamo", HOOKS])  # the last two, torch imports at the first step
+SLOW = ["torch._dynamo", "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]  # the first, optimizers import
+context.set_forkserver_preload([*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"])
 
 
 @dataclass
@@ -250,6 +250,8 @@ def make_sampler(length: int, batch_size: int, rank: int = 0, world_size: int = 
 
 def check(mode: str, n: int, *argv: str) -> None:
     """Check a command line as `run.sh MODE N` would hand it on. Raises what the check raises."""
+    for name in SLOW:
+        importlib.import_module(name)  # once, and not in each fork that a check makes
     option = {"dp": ["--replicas", str(n)], "spawn": ["--nproc", str(n)]}.get(mode, [])
     options.check_run(options.parse_args(mode, [*option, *argv], n))
 
