@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
+import ctypes
 import fcntl
 import fnmatch
 import math
@@ -66,13 +67,15 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 
 def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
-    """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics and threads."""
+    """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics, threads and memory."""
     device_type = resolve_device_type(args.device)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
     if device_type == "cpu":
+        for parameter, value in ((-4, 0), (-1, -1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD: or the kernel maps large blocks anew in each step
+            ctypes.CDLL(None).mallopt(parameter, value)
         if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
             processes = getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
@@ -106,10 +109,9 @@ def one_at_a_time(folder: str | Path) -> Iterator[None]:
 
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
-    if not is_distributed():
-        return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    if is_distributed():
+        dist.broadcast_object_list(box, src=0)
     return box[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import multiprocessing.util
@@ -10,11 +11,13 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from options import UsageError, leave_signals_to_parent
@@ -173,7 +176,7 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     workers = args.workers
     if workers is None:
         workers = 0 if getattr(dataset, "in_memory", False) else min(8, torch.get_num_threads())
-    options = {"persistent_workers": True, "worker_init_fn": leave_signals_to_parent, "multiprocessing_context": "fork"} if workers else {}
+    options = {"persistent_workers": True, "worker_init_fn": _begin_worker, "multiprocessing_context": "fork"} if workers else {}
     if workers:
         multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
         sampler = _Late(sampler)
@@ -200,6 +203,19 @@ class _Late(Sampler):
 
 def _identity(batch: Any) -> Any:
     return batch
+
+
+def _begin_worker(worker: int) -> None:
+    leave_signals_to_parent()
+    ForkingPickler.register(Tensor, _reduce)
+
+
+def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+    """Send a small tensor by its values: one in shared memory costs whoever takes it a connection to the worker, about a millisecond."""
+    if tensor.numel() <= 4096:
+        with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, for example, numpy knows nothing
+            return torch.from_numpy, (tensor.numpy(),)
+    return reduce_tensor(tensor)
 
 
 def _end_workers() -> None:

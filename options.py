@@ -350,7 +350,7 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, number)
 
 
-def leave_signals_to_parent(worker: int = 0) -> None:
+def leave_signals_to_parent() -> None:
     """Let the signals that stop a run be answered by the process that started this one, and end with it: in loader workers, for example.
 
     A worker that outlives its rank would hold the lock on the run's folder.

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -634,3 +635,38 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path):
     per_rank = [sizes[rank * 24 : (rank + 1) * 24] for rank in range(2)]
     for size in per_rank:
         assert max(size[4:]) <= 1.01 * size[3], f"kB after each epoch: {size}"
+
+
+def print_page_faults():
+    common.set_up_device(make_args("single", "--device", "cpu"))
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for size in (2**24, 2**22, 2**20):
+            torch.ones(size)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)  # the last time
+
+
+def test_memory_that_a_step_has_freed_is_there_for_the_next():
+    """Else it is the kernel's, which hands it out anew page by page: as slow as what is done with it."""
+    assert int(in_process(print_page_faults)) < 100, "of 21,504 pages"
+
+
+class ManyKinds(Labelled):
+    """A batch is ready-made: small tensors of every kind, and one that is large."""
+
+    def set_epoch(self, epoch):
+        pass
+
+    def __getitems__(self, indices):
+        number, flags, half = torch.tensor(3.5, dtype=torch.float64), torch.tensor([True, False]), torch.ones(4, dtype=torch.bfloat16)
+        small = {"labels": torch.arange(10), "none": torch.empty(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
+        return {**small, "number": number, "flags": flags, "half": half, "large": torch.arange(10_000)}
+
+
+def test_small_tensors_of_a_worker_come_by_value():
+    """One in shared memory costs the main process a connection to the worker."""
+    (batch,) = common.build_loader(make_args("single", "--workers", "1"), ManyKinds(), make_sampler(4, 4), torch.device("cpu"))
+    for name, tensor in ManyKinds().__getitems__([]).items():
+        assert batch[name].dtype == tensor.dtype and batch[name].equal(tensor), name
+        assert batch[name].is_shared() == (name in ("large", "half")), name
+        batch[name].zero_()

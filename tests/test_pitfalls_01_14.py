@@ -456,7 +456,7 @@ def kill_own_group():
 
 def terminate_group_with_plain_workers(rank):
     multiprocessing.set_start_method("fork", force=True)
-    loading.leave_signals_to_parent = None  # what DataLoader's worker_init_fn is by default
+    loading.leave_signals_to_parent = lambda: None  # as DataLoader's workers are by default
     os.setsid()
 
     def stop():
