@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import ctypes
 import fcntl
 import fnmatch
 import math
@@ -67,15 +66,13 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 
 def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
-    """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics, threads and memory."""
+    """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics and threads."""
     device_type = resolve_device_type(args.device)
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
     if device_type == "cpu":
-        for parameter, value in ((-4, 0), (-1, -1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD: or the kernel maps large blocks anew in each step
-            ctypes.CDLL(None).mallopt(parameter, value)
         if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
             processes = getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from options import UsageError, leave_signals_to_parent
 
+BY_VALUE = 2**14  # bytes; with more, two workers could fill the pipe that they share
+
 
 def mix(*parts: Any) -> Any:
     """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits. Source: splitmix64, G. Steele et al., OOPSLA 2014."""
@@ -211,10 +213,10 @@ def _begin_worker(worker: int) -> None:
 
 
 def _reduce(tensor: Tensor) -> tuple[Any, ...]:
-    """Send a small tensor by its values: one in shared memory costs whoever takes it a connection to the worker, about a millisecond."""
-    if tensor.numel() <= 4096:
-        with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, for example, numpy knows nothing
-            return torch.from_numpy, (tensor.numpy(),)
+    """Send a small tensor by value: one in shared memory costs whoever takes it a connection to the worker, about a millisecond."""
+    with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, sparse tensors and some others numpy knows nothing
+        if tensor.nbytes <= BY_VALUE:
+            return torch.tensor, (tensor.numpy(),)
     return reduce_tensor(tensor)
 
 

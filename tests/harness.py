@@ -37,7 +37,7 @@ TIMEOUT = 120  # seconds that any group of processes may take
 
 context = multiprocessing.get_context("forkserver")
 one_thread = threading.Lock()  # starting a process reads the exit codes of all others, and an exit code can be read only once
-SLOW = ["torch._dynamo", "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]  # the first, optimizers import
+SLOW = ["torch._dynamo", "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]  # the first belongs to any optimizer
 context.set_forkserver_preload([*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"])
 
 

@@ -698,9 +698,9 @@ mutant("tensorboard: left open", "checkpoint", "            self.writer.close()\
 mutant("tensorboard: any targets are classes", "checkpoint",
        "if all(isinstance(value, Tensor) for value in (outputs, targets)) and outputs",
        "if outputs", f"{NEW}tensorboard_takes_a_task_with_nested_targets")
-for name, old, new in (("mapped", "((-4, 0), ", "("), ("trimmed", ", (-1, -1))", ",)")):
-    mutant(f"memory: large blocks are {name}", "common", old, new, f"{NEW}memory_that_a_step_has_freed_is_there_for_the_next")
-mutant("worker: small tensors in shared memory", "loading", "if tensor.numel() <= 4096:", "if False:",
+mutant("worker: small tensors in shared memory", "loading", "if tensor.nbytes <= BY_VALUE:", "if False:",
+       f"{NEW}small_tensors_of_a_worker_come_by_value")
+mutant("worker: large tensors by value", "loading", "if tensor.nbytes <= BY_VALUE:", "if True:",
        f"{NEW}small_tensors_of_a_worker_come_by_value")
 
 # fmt: on

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import resource
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -637,20 +636,6 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path):
         assert max(size[4:]) <= 1.01 * size[3], f"kB after each epoch: {size}"
 
 
-def print_page_faults():
-    common.set_up_device(make_args("single", "--device", "cpu"))
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for size in (2**24, 2**22, 2**20):
-            torch.ones(size)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)  # the last time
-
-
-def test_memory_that_a_step_has_freed_is_there_for_the_next():
-    """Else it is the kernel's, which hands it out anew page by page: as slow as what is done with it."""
-    assert int(in_process(print_page_faults)) < 100, "of 21,504 pages"
-
-
 class ManyKinds(Labelled):
     """A batch is ready-made: small tensors of every kind, and one that is large."""
 
@@ -669,4 +654,4 @@ def test_small_tensors_of_a_worker_come_by_value():
     for name, tensor in ManyKinds().__getitems__([]).items():
         assert batch[name].dtype == tensor.dtype and batch[name].equal(tensor), name
         assert batch[name].is_shared() == (name in ("large", "half")), name
-        batch[name].zero_()
+        assert batch[name].data_ptr() % 64 == 0, "as torch allocates it: the last bit of a product may depend on that"
