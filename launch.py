@@ -165,15 +165,7 @@ def print0(*values: Any, file: Any = None) -> None:
 
 
 def launcher_ranks() -> tuple[int, int, int]:
-    """Return (rank, local rank, world size) as torchrun or SLURM's srun say, and end with the launcher if it is killed."""
-    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
-        if os.environ.get("SLURM_NNODES", "1") != "1" and "MASTER_ADDR" not in os.environ:
-            command = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-            raise UsageError(f"several nodes, and no MASTER_ADDR to meet at; say before srun: {command}")
-        theirs = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
-        os.environ.update({name: os.environ[variable] for name, variable in theirs.items()})
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(20_000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10_000))
+    """Return (rank, local rank, world size) as torchrun says, or `take_ranks_of_slurm`; end with the launcher if it is killed."""
     try:
         rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     except KeyError as error:

@@ -206,6 +206,7 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     parser = build_parser(mode)
     args = parser.parse_args(argv)
     launched = mode == "ddp" and world_size is None  # the environment is of this run's launcher, not of one around run.sh
+    by_srun = launched and take_ranks_of_slurm()
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if launched else world_size or 1
     if not launched:
         for name in ("RANK", "LOCAL_RANK"):
@@ -218,7 +219,7 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         world_size = getattr(args, option) * getattr(args, "nnodes", 1)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if launched else world_size // getattr(args, "nnodes", 1)
 
-    if device_type != "cpu" and local_world_size > available:
+    if device_type != "cpu" and local_world_size > available and not by_srun:  # SLURM may show each of its tasks one device alone
         raise UsageError(f"{local_world_size} processes or replicas, but only {available} accelerators; use {available}, or --device cpu")
     if args.batch_size < world_size * args.accum_steps:
         pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
@@ -283,6 +284,25 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     if args.output_dir and not own and not args.eval_only and not restarted() and (Path(args.output_dir) / "last.pt").exists():
         raise UsageError(f"--output-dir {args.output_dir} already holds a run; continue it with --resume auto, or choose another folder")
     return args
+
+
+def take_ranks_of_slurm() -> bool:
+    """Under `srun python train_ddp.py`, say in torchrun's words what SLURM says in its own; return whether it is so.
+
+    A batch script has most of SLURM's variables too, but no step: what it starts without srun is not a rank.
+    """
+    if "RANK" in os.environ or "SLURM_STEP_NODELIST" not in os.environ:
+        return False
+    slurm = {name.removeprefix("SLURM_"): value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm["STEP_TASKS_PER_NODE"]) for _ in range(int(times or 1))]
+    local_world_size = str(tasks[int(slurm["NODEID"])])
+    os.environ.update(
+        RANK=slurm["PROCID"], LOCAL_RANK=slurm["LOCALID"], WORLD_SIZE=slurm["STEP_NUM_TASKS"], LOCAL_WORLD_SIZE=local_world_size
+    )
+    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", slurm["STEP_NODELIST"]).split(",")[0]  # gpu[07-09,12],login is gpu07 and others
+    os.environ.setdefault("MASTER_ADDR", first if len(tasks) > 1 else "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(20_000 + int(slurm["JOB_ID"]) % 10_000))
+    return True
 
 
 def restarted() -> bool:
@@ -365,7 +385,8 @@ def check_run(args: argparse.Namespace) -> None:
 
     A process of its own looks, so that nothing of it is left to the run: no random number drawn, no state of the task, no thread.
     """
-    if "LAUNCH_MEETING_FILE" in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
+    torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it ends the other ranks if one is wrong; srun would let them wait
+    if "LAUNCH_MEETING_FILE" in os.environ or (torchrun and os.environ.get("LOCAL_RANK", "0") != "0"):
         return  # launch.py did it before it started this rank, or the first rank of this machine does it
     sys.stdout.flush()
     sys.stderr.flush()

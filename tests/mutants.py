@@ -300,7 +300,7 @@ mutant("ema: buffers not averaged", "common", 'use_buffers=args.average == "ema"
        "survivors::test_ema_and_swa_are_what_they_say")
 mutant("devices: the first one for all", "common", "torch.accelerator.set_device_index(index)",
        "torch.accelerator.set_device_index(0)", MANY + "17_device_is_chosen_before_anything_else")
-mutant("devices: all cores for every process", "common", "len(os.sched_getaffinity(0)) // processes", "len(os.sched_getaffinity(0))",
+mutant("devices: all cores for every process", "common", " // processes", "",
        LAST + "38_workers_stay_and_cores_are_divided")
 mutant("devices: --deterministic ignored", "common", "torch.use_deterministic_algorithms(args.deterministic)",
        "torch.use_deterministic_algorithms(False)", "survivors::test_deterministic_is_handed_to_torch")
@@ -419,10 +419,18 @@ mutant("launch: a rank that is left by one that was stopped complains", "launch"
 mutant("launch: a signal before training is a failure", "launch",
        '"LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', '"LAUNCH_END_FILE" not in os.environ:',
        "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing")
-mutant("launch: local rank of SLURM for the rank", "launch", '"RANK": "SLURM_PROCID"', '"RANK": "SLURM_LOCALID"',
-       LAST + "40_ranks_from_slurm")
-mutant("launch: nodes of SLURM meet on localhost", "launch", '"SLURM_NNODES", "1") != "1"', '"SLURM_NNODES", "1") == "0"',
-       LAST + "40_ranks_from_slurm")
+SLURM = LAST + "40_ranks_from_slurm", LAST + "40_address_from_slurm"
+mutant("slurm: local rank for the rank", "options", 'update(RANK=slurm["PROCID"]', 'update(RANK=slurm["LOCALID"]', *SLURM)
+mutant("slurm: a batch script is a rank", "options", '"SLURM_STEP_NODELIST" not in', '"SLURM_PROCID" not in', *SLURM)
+mutant("slurm: ranks under torchrun are tasks", "options", '"RANK" in os.environ or "SLURM', '"SLURM', *SLURM)
+mutant("slurm: nodes meet on localhost", "options", "first if len(tasks) > 1 else", "first if len(tasks) < 1 else", *SLURM)
+mutant("slurm: nodes meet on the last one", "options", '.split(",")[0]', '.split(",")[-1]', *SLURM)
+mutant("slurm: tasks of the first node on every node", "options", 'tasks[int(slurm["NODEID"])]', "tasks[0]", *SLURM)
+mutant("slurm: tasks that each have a device are too many", "options", " and not by_srun", "",
+       "cli::test_more_processes_than_accelerators_is_refused")
+mutant("slurm: only the first task checks", "options", "(torchrun and os.environ", "(os.environ", "cli::test_every_task_of_srun_checks")
+mutant("slurm: cores of other jobs", "common", 'int(os.environ.get("SLURM_CPUS_ON_NODE", cores))', "cores",
+       LAST + "38_workers_stay_and_cores_are_divided")
 mutant("launch: a fixed place to meet", "launch", 'yield f"file://{folder}/ranks"', 'yield f"file://{os.getcwd()}/ranks"',
        MANY + "15_two_jobs_on_one_machine")
 mutant("launch: unknown host waited for", "launch", "socket.getaddrinfo(host, None)", "pass",

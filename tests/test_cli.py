@@ -374,6 +374,8 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher around run.sh, which says how many it is going to start
     options.parse_args("ddp", [], 2)
     assert options.parse_args("dp", []).replicas == options.parse_args("spawn", []).nproc == 2, "by default all accelerators"
+    monkeypatch.setattr("options.take_ranks_of_slurm", lambda: True)  # which may show each of 8 tasks two devices of its own
+    options.parse_args("ddp", [])
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
@@ -439,8 +441,19 @@ def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
 @pytest.mark.parametrize("mode", ["single", "dp", "spawn"])
 def test_rank_of_an_outer_launcher_does_not_switch_the_check_off(mode, folder, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
     with pytest.raises(options.UsageError, match="the model of build_model"):
         check(mode, 2 if mode != "single" else 1, "--task", str(folder / "model-shape.py"), "--device", "cpu")
+
+
+def test_every_task_of_srun_checks(folder, monkeypatch):
+    """torchrun ends the other ranks if the first has found something wrong; srun would let them wait for it."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    args = options.parse_args("ddp", ["--task", str(folder / "model-shape.py"), "--device", "cpu"])
+    with pytest.raises(options.UsageError, match="the model of build_model"):
+        options.check_run(args)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    options.check_run(args)
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import checkpoint
 import common
+import options
 import replicas
 
 CPU = torch.device("cpu")
@@ -355,9 +356,10 @@ class WorkerPids(Dataset):
         return torch.tensor(os.getpid())
 
 
-def print_threads(cores, processes):
+def print_threads(cores, processes, **environment):
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
+    os.environ.update(environment)
     os.sched_getaffinity = lambda process: set(range(cores))
     if processes:
         os.environ["LOCAL_WORLD_SIZE"] = str(processes)
@@ -382,6 +384,8 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     assert int(in_process(functools.partial(print_threads, 8, 0))) == 8
     assert int(in_process(functools.partial(print_threads, 8, 4))) == 2
     assert int(in_process(functools.partial(print_threads, 2, 4))) == 1
+    assert int(in_process(functools.partial(print_threads, 64, 4, SLURM_CPUS_ON_NODE="8"))) == 2, "the rest is of other jobs"
+    assert int(in_process(functools.partial(print_threads, 2, 4, SLURM_CPUS_ON_NODE="8"))) == 2, "SLURM has divided them"
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 39
@@ -499,21 +503,47 @@ def test_pitfall_40_unusable_address_is_an_error(url, tmp_path):
 
 
 def print_ranks_of_slurm():
-    task = {"PROCID": 5, "LOCALID": 1, "NTASKS": 8, "STEP_NUM_TASKS": 8, "NTASKS_PER_NODE": 4, "NODEID": 1, "NNODES": 2, "JOB_ID": 4711}
-    nodes = {"JOB_NODELIST": "localhost", "STEP_NODELIST": "localhost", "NODELIST": "localhost", "LAUNCH_NODE_IPADDR": "127.0.0.1"}
-    os.environ.update({f"SLURM_{name}": str(value) for name, value in {**task, **nodes}.items()})
-    with pytest.raises(
-        common.UsageError, match="no MASTER_ADDR to meet at"
-    ):  # of several nodes, localhost is the wrong guess on all but one
+    job = {
+        "PROCID": "5",
+        "LOCALID": "1",
+        "NODEID": "1",
+        "NTASKS": "8",
+        "JOB_ID": "24711",
+        "JOB_NODELIST": "a[1-4]",
+    }  # of a batch script too
+    step = {"STEP_NUM_TASKS": "7", "STEP_NODELIST": "gpu[07-09,12],login", "STEP_TASKS_PER_NODE": "4,3"}
+    os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
+    options.parse_args("ddp", [])
+    with pytest.raises(common.UsageError, match="no launcher"):
         common.launcher_ranks()
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    print(*common.launcher_ranks())
+    os.environ.update({f"SLURM_{name}": value for name, value in step.items()})
+    with pytest.raises(common.UsageError, match=r"cannot be cut into 7 devices"):
+        options.parse_args("ddp", ["--batch-size", "6"])
+    print(*common.launcher_ranks(), *(os.environ[name] for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")))
 
 
 def test_pitfall_40_ranks_from_slurm():
     """Under `srun` every task believes to be rank 0 of 1: SLURM names ranks by other variables than torchrun."""
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()
-    assert in_process(print_ranks_of_slurm).split() == ["5", "1", "8"]  # rank, local rank, world size
+    assert in_process(print_ranks_of_slurm).split() == ["5", "1", "7", "3", "gpu07", "24711"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "address"), [("gpu[007-009]", "2(x2),1", "gpu007"), ("b,a[1-3]", "1(x4)", "b"), ("gpu3", "8", "127.0.0.1")]
+)
+def test_pitfall_40_address_from_slurm(nodes, tasks, address, monkeypatch):
+    """The list of hosts is written in brackets, and the first is where rank 0 is; what the user has exported counts more."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that the end of the test restores it
+        monkeypatch.delenv(name)
+    slurm = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "1", "STEP_NUM_TASKS": "5"}
+    for name, value in {**slurm, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": tasks}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert options.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == address
+    assert not options.take_ranks_of_slurm(), "torchrun under srun has named the ranks"
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert options.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 41
