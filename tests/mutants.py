@@ -420,7 +420,7 @@ mutant("launch: a signal before training is a failure", "launch",
        '"LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', '"LAUNCH_END_FILE" not in os.environ:',
        "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing")
 SLURM = LAST + "40_ranks_from_slurm", LAST + "40_address_from_slurm"
-mutant("slurm: local rank for the rank", "options", 'update(RANK=slurm["PROCID"]', 'update(RANK=slurm["LOCALID"]', *SLURM)
+mutant("slurm: local rank for the rank", "options", 'RANK=slurm["PROCID"]', 'RANK=slurm["LOCALID"]', *SLURM)
 mutant("slurm: a batch script is a rank", "options", '"SLURM_STEP_NODELIST" not in', '"SLURM_PROCID" not in', *SLURM)
 mutant("slurm: ranks under torchrun are tasks", "options", '"RANK" in os.environ or "SLURM', '"SLURM', *SLURM)
 mutant("slurm: nodes meet on localhost", "options", "first if len(tasks) > 1 else", "first if len(tasks) < 1 else", *SLURM)
