@@ -16,10 +16,16 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    import slurm
+
     if not torch.accelerator.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+    if reason := slurm.missing():
+        for item in items:
+            if item.get_closest_marker("slurm"):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

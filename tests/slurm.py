@@ -1,0 +1,201 @@
+"""A whole SLURM on one machine: munged, slurmctld and two slurmd, in one folder, on ports that are free, ended with whoever started it.
+
+As a script it lends one to a shell: `python tests/slurm.py bash`, and there `srun --nodes 2 hostname`. Needs root and the packages
+slurm-wlm and munge of Debian or Ubuntu. The tests use `cluster`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
+NODES = ("127.0.0.2", "127.0.0.3")  # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+# cred_expire is also how long a job that was requeued waits, by default 120 s; 5 is the least
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1
+SlurmdParameters=config_overrides
+# a machine may be busy
+SlurmdTimeout=0
+MessageTimeout=60
+TCPTimeout=30
+NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
+NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=ALL Default=YES PriorityTier=1
+PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def missing() -> str:
+    """Say why no SLURM can be started here; nothing if one can."""
+    if absent := [program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
+        return f"no {', '.join(absent)} here: apt-get install --no-install-recommends slurm-wlm munge"
+    return "" if os.geteuid() == 0 else "SLURM's daemons must be started by root"
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports that nobody has; all are held until the last is found, so that they differ."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(n)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = 60) -> Any:
+    """Look again and again until `condition()` holds; return its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what if isinstance(what, str) else what()}"
+        time.sleep(0.05)
+    return value
+
+
+class Cluster:
+    """A SLURM that runs; its commands, which must be called with its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # of the jobs too
+        self.environment = {**kept, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def popen(self, *command: Any, **options: Any) -> subprocess.Popen:
+        """Start a command, srun for example, that ends with the process that started it."""
+        words = ["setpriv", "--pdeathsig", "KILL", *map(str, command)]
+        environment = {**self.environment, **options.pop("env", {})}
+        return subprocess.Popen(words, text=True, env=environment, **{"stdin": subprocess.DEVNULL, **options})
+
+    def run(self, *command: Any, timeout: float = 120, **options: Any) -> tuple[int, str, str]:
+        """Run a command to its end; return (exit code, stdout, stderr)."""
+        with self.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return process.returncode, out, err
+
+    def ask(self, *command: Any, **options: Any) -> str:
+        """Run a command that must succeed; return what it printed."""
+        code, out, err = self.run(*command, **options)
+        assert code == 0, f"{' '.join(map(str, command))}: {code}\n{out}\n{err}"
+        return out.strip()
+
+    def state(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says about it."""
+        words = self.ask("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def logs(self) -> str:
+        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Start a SLURM, and end it with all its jobs: also if this process is killed, as then the pipe to the keeper is closed."""
+    with subprocess.Popen([sys.executable, __file__, "keep"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        try:
+            folder = keeper.stdout.readline().strip()
+            assert folder, "SLURM did not start; the reason is on stderr"
+            slurm = Cluster(Path(folder))
+            nodes = [f"{name} idle" for name in NODES]
+
+            def ready() -> bool:
+                return sorted(slurm.run("sinfo", "--noheader", "--Node", "--partition=all", "--format=%N %T")[1].splitlines()) == nodes
+
+            wait_until(ready, lambda: f"nodes that are idle\n{slurm.logs()}")
+            yield slurm
+        finally:
+            keeper.stdin.close()  # it kills all that is left, and removes the folder
+            keeper.wait(60)
+
+
+def keep() -> None:
+    """Run the daemons until stdin is closed, and then end all that belongs to them: a daemon that is killed leaves its jobs behind."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a Ctrl-C is for the process at the other end of stdin
+        signal.signal(number, signal.SIG_IGN)
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not under pytest's folder: the name of a socket has at most 107 letters
+    try:
+        start_daemons(folder)
+        print(folder, flush=True)
+        sys.stdin.read()
+    finally:
+        while pids := processes(folder):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        shutil.rmtree(folder)
+
+
+def processes(folder: Path) -> list[int]:
+    """Process ids of the daemons, of the commands that ask them, and of all jobs: whatever has this SLURM in its environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it is gone
+            if f"SLURM_CONF={folder}/slurm.conf\0".encode() in path.read_bytes():  # nothing, of one that waits to be buried
+                found.append(int(path.parent.name))
+    return found
+
+
+def start_daemons(folder: Path) -> None:
+    (folder / "state").mkdir()
+    folder.chmod(0o711)  # munged insists that its socket can be reached by all
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    host = socket.gethostname().split(".")[0]
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3), nodes=NODES))
+    files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
+    start(folder / "munged.log", "munged", "--foreground", f"--socket={folder}/munge.socket", f"--log-file={folder}/munge.log", *files)
+    wait_until((folder / "munge.socket").exists, lambda: (folder / "munged.log").read_text(), 20)
+    start(folder / "slurmctld.log", "slurmctld", "-D", "-i", "-f", folder / "slurm.conf")
+    for name in NODES:
+        start(folder / f"{name}.log", "slurmd", "-D", "-N", name, "-f", folder / "slurm.conf")
+
+
+def start(log: Path, *command: Any) -> None:
+    environment = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "SLURM_CONF": f"{log.parent}/slurm.conf"}
+    with open(log, "w") as file:
+        subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["keep"]:
+        keep()
+    elif reason := missing():
+        sys.exit(reason)
+    else:
+        with cluster() as slurm:
+            sys.exit(slurm.popen(*sys.argv[1:] or ["bash"], stdin=None).wait())
