@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "setpriv")
 NODES = ("127.0.0.2", "127.0.0.3")  # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
 CONFIGURATION = """
 ClusterName=tests
