@@ -569,7 +569,7 @@ mutant("options: abbreviations accepted", "options", "allow_abbrev=False", "allo
 mutant("options: infinity is a number", "options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
 mutant("options: a run is overwritten", "options", "and not restarted() and (Path", "and not True and (Path",
        f"{REFUSED}[single-1 --output-dir TMP/run]")
-mutant("options: more processes than accelerators", "options", "local_world_size > available:", "False:",
+mutant("options: more processes than accelerators", "options", "local_world_size > available and", "False and",
        "cli::test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "options", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
 mutant("options: fp16 and float64 together", "options", 'if args.amp != "off" and args.dtype == "float64":', "if False:",
