@@ -438,7 +438,7 @@ mutant("launch: unknown host waited for", "launch", "socket.getaddrinfo(host, No
 mutant("launch: a dead rank is success", "launch", 'return 1, "process {} left', 'return 0, "process {} left',
        ONE + "06_dead_rank_ends_the_job[exits 1]")
 mutant("launch: a killed rank has no code of its own", "launch", "(128 - codes[rank] if -codes[rank] in SIGNALS else 1)",
-       "128 - codes[rank]", ONE + "06_dead_rank_ends_the_job[is killed]")
+       "128 - codes[rank]", f"{ENDINGS}end_of_spawned_processes_is_told_by_who_failed_first")
 mutant("launch: signals not handed on", "launch", "os.kill(process.pid, number)", "pass", LAST + "39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: torchrun's code for the ranks' code", "launch", "code = int(written)", "code = 0",
        "signals::test_signal_to_one_rank_stops_all_ranks_at_the_same_step")
