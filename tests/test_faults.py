@@ -116,7 +116,8 @@ def test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies(tmp_path):
     with Launch(["bash", "run.sh", "ddp", "2"], tmp_path, *map(str, SMALL), **values) as launch:
         code = launch.end()
         assert code == 0 and (tmp_path / "once").exists(), launch.errors()
-        assert "exitcode: 1" in launch.errors(), "torchrun tells of the rank that died"
+        told = re.search(r"\(exitcode: -?\d+\) local_rank: [01]", launch.errors())
+        assert told, "torchrun tells of a rank: of the one that died, or of the other, which lost it and may crash as it ends"
     reference = undisturbed("ddp", 2, *SMALL)
     assert_same(Result(0, "", "", tmp_path / "run"), reference)
 
