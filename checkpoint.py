@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from common import (
     Meter,
     NoAverage,
     Scaler,
+    ShardSampler,
     Stopped,
     UsageError,
     announce_end,
@@ -51,6 +53,8 @@ FORMAT = 1  # of a checkpoint; raised when its keys change
 HARMLESS = {"epochs", "output_dir", "data_dir", "download", "workers", "resume", "save_every", "keep_every", "eval_only", "log_every"}
 HARMLESS |= {"tensorboard", "device", "timeout", "local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "compile"}
 HARMLESS |= {"channels_last", "deterministic", "find_unused_parameters", "skip_corrupt", "weights"}
+# Options that may differ from node to node: where its files are, and what concerns it alone
+OWN = {"data_dir", "download", "output_dir", "resume", "weights", "task", "workers", "device", "local_rank", "node_rank", "dist_url"}
 KEYS = dict.fromkeys(("model", "optimizer", "scheduler", "scaler", "average", "log", "config"), dict)
 KEYS |= {**dict.fromkeys(("epoch", "step", "global_step", "samples"), int), "best": (float, type(None))}
 WHAT_IS_EVALUATED = {"dataset", "image_size", "model", "task", "dtype", "average", "optimizer", "freeze", "label_smoothing"}
@@ -194,6 +198,11 @@ def find_checkpoint(args: argparse.Namespace, samples: int) -> tuple[Path | None
     return None, None
 
 
+def plain_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options without whatever else a task has put there."""
+    return {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list, type(None)))}
+
+
 def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
     """Refuse to resume under options that would silently make it another run."""
     for name, now in vars(args).items():
@@ -204,6 +213,33 @@ def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -
             continue
         if then != now:
             raise UsageError(f"--{name.replace('_', '-')} {now}: {path} was made with {then}; use that, or start anew without --resume")
+
+
+def check_agreement(args: argparse.Namespace, train_length: int, val_length: int, device: torch.device) -> None:
+    """Raise UsageError on every rank if the ranks do not mean the same run. Call it on every rank.
+
+    With another `--batch-size` on one node they would hang, and with another `--seed`, code or data set go on, to a wrong result.
+    """
+    if not is_distributed():
+        return
+    loaded = {str(getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())}
+    here = {name for name in loaded if os.path.dirname(name) == os.path.dirname(__file__)}  # what is beside these scripts, and in use
+    files = [*sorted(here - {args.task}), args.task]
+    mine = {f"--{name.replace('_', '-')}": value for name, value in plain_options(args).items() if name not in OWN}
+    mine |= {"the number of training samples": train_length, "the number of evaluation samples": val_length}
+    mine |= {"the code": hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).hexdigest()[:12], "torch": torch.__version__}
+    mine["the device"] = device.type
+    ranks = [mine] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    for name in dict.fromkeys(name for theirs in ranks for name in theirs):
+        values: dict[str, list[str]] = {}
+        for rank, theirs in enumerate(ranks):
+            values.setdefault(str(theirs.get(name, "unknown")), []).append(str(rank))
+        if len(values) > 1:
+            found = (f"{value} on rank {', '.join(who[:8])}{' and more' * (len(who) > 8)}" for value, who in values.items())
+            problem = UsageError(f"{name} is {', but '.join(found)}; all nodes need the same")
+            problem.by_all = True
+            raise problem
 
 
 def non_finite(checkpoint: dict[str, Any]) -> list[str]:
@@ -254,10 +290,13 @@ class StopSignal:
 class Run:
     """The files and the terminal of one run: metrics.jsonl, checkpoints, lines, progress bar. Only rank 0 writes; the rest is the same.
 
-    Creating it restores `state` from `--resume`.
+    Creating it compares what the ranks are about to do, and restores `state` from `--resume`.
     """
 
-    def __init__(self, args: argparse.Namespace, state: State, sampler: GlobalBatchSampler, device: torch.device) -> None:
+    def __init__(
+        self, args: argparse.Namespace, state: State, sampler: GlobalBatchSampler, val_sampler: ShardSampler, device: torch.device
+    ) -> None:
+        check_agreement(args, sampler.length, val_sampler.length, device)
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.steps_per_epoch, self.meter, self.bar, self.writer = sampler.steps_per_epoch, Meter(device), None, None
         self.shown = None
@@ -460,8 +499,8 @@ class Run:
             self._write_checkpoint({"count": [0.0]}, "last.pt")
 
     def _write_checkpoint(self, sums: dict[str, list[float]], *names: str) -> bool:
-        config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str, list, type(None)))}
-        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": sums, "config": config}
+        options = plain_options(self.args)
+        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": sums, "config": options}
         if bad := non_finite(checkpoint):
             print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
             return False

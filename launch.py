@@ -1,20 +1,25 @@
 """How the processes of a run are started, find one another, and end.
 
-python launch.py N [options] is what `bash run.sh ddp N` starts: it checks the options and is torchrun then, with restarts, and ending as
-the ranks ended, where torchrun itself only knows 0 and 1.
+python launch.py N [options] is what `bash run.sh ddp N` starts: it checks the options and is torchrun then, on one machine with restarts,
+and ending as the ranks ended, where torchrun itself only knows 0 and 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import fcntl
 import functools
 import json
+import math
 import multiprocessing.resource_tracker
 import os
 import re
+import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -33,14 +38,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args
+from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args, parse_nodes
 
+AGAIN = "start all of them again with --resume auto"
+ADVICE = "is every node started, as many as there should be, with the address and port of the first, and no firewall between them?"
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
 ENDING = threading.Lock()  # held, for good, by the thread that answers the signal which ends this process
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)", re.DOTALL
 )
+NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")  # what a rank raises that waits for others to come
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
@@ -76,6 +84,8 @@ def _run(main: Callable[[], int | None]) -> int:
         wait_for_all()
         code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})" if stop.reason else "")
     except RuntimeError as error:
+        if not is_distributed() and not os.environ.get("LAUNCH_MEETING_FILE") and NOT_MET.search(f"{type(error).__name__} {error}"):
+            return announce_end(1, str(_recorded(f"the ranks have not met within --timeout; {ADVICE} ({_line(error)})")), by_all=False)
         if "find_unused_parameters=True" in str(error):
             raise _recorded("some parameters took no part in the loss of the last step: add --find-unused-parameters") from error
         raise
@@ -122,6 +132,8 @@ def _end_at_once(number: int, frame: Any) -> None:
     if not ENDING.acquire(blocking=False):
         return  # the other thread does it, or this one already
     try:
+        if os.environ.get("LAUNCH_PID") == str(os.getpid()):  # a launcher, which still waits for those of other nodes
+            shutil.rmtree(Path(os.environ.pop("LAUNCH_END_FILE")).parent, ignore_errors=True)
         if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:  # by which torchrun ends ranks because another has failed
             announce_end(128 + number, f"stopped by {signal.Signals(number).name} with nothing to save", by_all=False)
     finally:
@@ -129,18 +141,21 @@ def _end_at_once(number: int, frame: Any) -> None:
 
 
 def announce_end(code: int, message: str, by_all: bool = True) -> int:
-    """Say why the run ends, and return the exit code of this process. If all ranks come here rank 0 speaks for them.
+    """Say why the run ends, and return the exit code of this process. If all ranks come here the first of each node speaks for it.
 
     torchrun would restart processes that ended with a code, and has only 0 and 1 itself. So under `run.sh ddp`, which names the file
-    LAUNCH_END_FILE, the code and the message go there, and what all ranks do together ends with 0.
+    LAUNCH_END_FILE, the code and the message go there, and what all ranks do together ends with 0. On several machines, where it restarts
+    nothing, a stop ends with 1: after 0 it would wait, for minutes, for the launchers which the signal has ended.
     """
     path = os.environ.get("LAUNCH_END_FILE")
-    if path and (is_rank0() or not by_all):
+    if path:
         with contextlib.suppress(FileExistsError), open(path, "x") as file:  # the first word counts
             file.write(f"{code} {message}\n")
-    elif message and (is_rank0() or not by_all):
+    elif message and (not by_all or int(os.environ.get("LOCAL_RANK", 0)) == 0):
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    return 0 if path and by_all else code
+    if path and by_all:
+        return 0 if os.environ.get("LAUNCH_MEETING_FILE") else int(bool(message))
+    return code
 
 
 def is_distributed() -> bool:
@@ -174,6 +189,7 @@ def launcher_ranks() -> tuple[int, int, int]:
     end_with_parent(signal.SIGKILL)  # what a killed launcher leaves would train on unseen, or wait
     if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
         os._exit(1)  # it was killed before
+    use_interface_to(os.environ.get("MASTER_ADDR", ""))
     return rank, local_rank, world_size
 
 
@@ -182,13 +198,21 @@ def timeout(args: argparse.Namespace) -> timedelta:
     return timedelta(seconds=args.timeout)
 
 
-def check_address(url: str) -> None:
-    """Raise UsageError if the host of `--dist-url` is unknown here: the ranks would only find out when their time is up."""
-    host = urlsplit(url).hostname
+def check_address(option: str, host: str, port: int, first: bool) -> None:
+    """Raise UsageError if the host is unknown, or if this is the first node and cannot listen there: the ranks would find out too late."""
     try:
-        socket.getaddrinfo(host, None)
+        found = socket.gethostbyname(host)
+        if found.startswith("127.") and host not in (found, "localhost"):
+            raise UsageError(f"{option}: {host} is {found} here, which other nodes cannot reach (see /etc/hosts); give its IP address")
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{option}: {host} is no known host ({error}); try its IP address") from error
+    try:
+        if first:
+            socket.create_server((host, port)).close()
     except OSError as error:
-        raise UsageError(f"--dist-url {url}: {host} is no known host ({error}); try its IP address") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(f"{option}: {host} is not this node, but this is the one with --node-rank 0, where all meet") from error
+        raise UsageError(f"{option}: cannot listen on port {port} ({error.strerror}); choose another one, on all nodes") from error
 
 
 @contextlib.contextmanager
@@ -200,6 +224,7 @@ def meeting_place(args: argparse.Namespace) -> Iterator[str]:
     multiprocessing.resource_tracker.ensure_running()  # which would let them through again
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if args.dist_url:
+        use_interface_to(urlsplit(args.dist_url).hostname)
         yield args.dist_url
         return
     stay_on_this_machine()
@@ -219,6 +244,20 @@ def stay_on_this_machine() -> None:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
+def use_interface_to(host: str) -> None:
+    """Let gloo talk over the interface that leads to `host`: by itself it takes the address of the host's own name, often a loopback."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no way there: the ranks will say so
+        probe.connect((host, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex() if not own.startswith("127.") else ():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR in man 7 netdevice
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
 def run_worker(local_rank: int, worker: Callable, args: argparse.Namespace, *arguments: Any) -> None:
     """What a spawned process runs; it knows its rank from the start, as under torchrun."""
     end_with_parent(signal.SIGKILL)
@@ -232,7 +271,7 @@ def run_worker(local_rank: int, worker: Callable, args: argparse.Namespace, *arg
             _leave(LOST)  # in silence, so that the cause is the last thing to be read
         traceback.print_exc()
         _leave(FAILED)
-    sys.exit(code)
+    sys.exit(FAILED if code == 1 else code)
 
 
 def join(context: mp.ProcessContext) -> int:
@@ -275,7 +314,7 @@ def outcome(codes: list[int], first: int) -> tuple[int, str]:
     if silent := [(rank, code) for rank, code in enumerate(codes) if code not in (0, LOST)]:
         return 1, "process {} left with exit code {}".format(*silent[0])
     if LOST in codes:
-        return 1, f"process {codes.index(0)} left before the end" if 0 in codes else "a rank on another machine was lost"
+        return 1, f"process {codes.index(0)} left before the end" if 0 in codes else f"a rank on another machine was lost; {AGAIN}"
     return 0, ""
 
 
@@ -285,7 +324,7 @@ def backend(device: torch.device) -> str:
     return f"cpu:gloo{accelerator}"
 
 
-def torchrun(world_size: int, argv: list[str]) -> int:
+def torchrun(devices: int, argv: list[str], nodes: argparse.Namespace, timeout: float) -> int:
     """Run train_ddp.py by torchrun in this process; return the exit code of the ranks, and say last on stderr why they ended early."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -297,25 +336,35 @@ def torchrun(world_size: int, argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         end = Path(folder, "end")
         os.environ["LAUNCH_END_FILE"] = str(end)  # where the ranks say that they ended on purpose: see announce_end
-        # One machine: launcher and ranks meet in files, and nothing listens to the network. A file of their own for every start: in the
-        # store that torchrun would share, restarted ranks find the addresses of dead ones and hang.
-        os.environ.update(LAUNCH_MEETING_FILE=str(Path(folder, "ranks")), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         os.environ["LAUNCH_PID"] = str(os.getpid())
-        stay_on_this_machine()
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(Path(folder, "launchers")), "--rdzv-conf", "store_type=file"]
-        name = ["--rdzv-id", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", "--log-dir", str(Path(folder, "log"))]
+        several = nodes.nnodes > 1
+        if several:
+            os.environ["LAUNCH_MEETING_FILE"] = ""  # none: the ranks meet at --master-addr
+            # No restarts: launchers would have to agree on them, and without a network, or with a store that knows dead ranks, they hang
+            meet = ["--nnodes", str(nodes.nnodes), "--node-rank", str(nodes.node_rank), "--master-addr", nodes.master_addr]
+            meet += ["--master-port", str(nodes.master_port), "--rdzv-conf", f"timeout={math.ceil(timeout)}", "--max-restarts", "0"]
+        else:
+            # One machine: launcher and ranks meet in files, and nothing listens to the network. A file of their own for every start: in
+            # the store that torchrun would share, restarted ranks find the addresses of dead ones and hang.
+            os.environ.update(LAUNCH_MEETING_FILE=str(Path(folder, "ranks")), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+            stay_on_this_machine()
+            meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", str(Path(folder, "launchers")), "--rdzv-conf", "store_type=file"]
+            meet += ["--rdzv-id", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", "--max-restarts", "3"]
+        start = ["--log-dir", str(Path(folder, "log")), "--nproc-per-node", str(devices), sys.argv[0]]
         signal.signal(signal.SIGUSR1, hand_on)  # SLURM's warning; torchrun itself does not know it and would die
         code, reason = 0, ""
         try:
             try:
-                run.main([*meet, *name, "--max-restarts", "3", "--nproc-per-node", str(world_size), sys.argv[0], *argv])
+                run.main([*meet, *start, *argv])
             finally:
                 for number in SIGNALS:  # torchrun's own answer would be an error, but the ranks have ended: what is left is to clear up
                     signal.signal(number, signal.SIG_IGN)
         except SignalException as stop:
             code, reason = 128 + stop.sigval.value, f"stopped by {stop.sigval.name}; go on from the last checkpoint with --resume auto"
         except ChildFailedError as error:
-            code, reason = 1, _root_cause(error)
+            code, reason = 1, _root_cause(error, several)
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            code, reason = 1, f"the nodes have not met within --timeout {timeout:g}, or lost touch; {ADVICE} ({_line(error)})"
         if end.exists():
             written, reason = end.read_text().strip("\n").split(" ", 1)
             code = int(written)
@@ -324,7 +373,7 @@ def torchrun(world_size: int, argv: list[str]) -> int:
     return code
 
 
-def _root_cause(error: Any) -> str:
+def _root_cause(error: Any, several: bool) -> str:
     """Say which rank of torchrun's ChildFailedError failed first: one that died without a word made the others lose their connection."""
 
     def victim(item: tuple[int, Any]) -> tuple[bool, float]:
@@ -334,6 +383,8 @@ def _root_cause(error: Any) -> str:
     rank, failure = min(error.failures.items(), key=victim)
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"
+    if several and (LOST_CONNECTION.search(str(failure.message)) or "Timed out waiting" in str(failure.message)):
+        return f"a rank on another node was lost; {AGAIN} ({_line(failure.message)})"
     if not failure.error_file_data:
         return f"rank {rank} left with exit code {failure.exitcode}"
     return f"rank {rank} failed first: {_line(failure.message)}"
@@ -355,10 +406,16 @@ def earlier_failure() -> str:
 
 
 def main() -> int:
-    world_size, argv = int(sys.argv[1]), sys.argv[2:]
+    devices = int(sys.argv[1])
     sys.argv[0] = str(Path(__file__).with_name("train_ddp.py"))
-    check_run(parse_args("ddp", argv, world_size))  # here, before any process is started
-    return torchrun(world_size, argv)
+    nodes, argv = parse_nodes(sys.argv[2:])
+    if nodes.nnodes > 1:
+        check_address(f"--master-addr {nodes.master_addr}", nodes.master_addr, nodes.master_port, nodes.node_rank == 0)
+    args = parse_args("ddp", argv, devices * nodes.nnodes, devices)
+    check_run(args)  # here, before any process is started
+    if nodes.nnodes > 1:
+        print(f"node {nodes.node_rank} of {nodes.nnodes} meets the others at {nodes.master_addr}:{nodes.master_port}", flush=True)
+    return torchrun(devices, argv, nodes, args.timeout)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ class ShardSampler(Sampler):
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         if length == 0:
             raise UsageError("the evaluation set is empty")
-        self.shard, self.batch_size = range(rank, length, world_size), math.ceil(batch_size / world_size)
+        self.length, self.shard, self.batch_size = length, range(rank, length, world_size), math.ceil(batch_size / world_size)
 
     def __len__(self) -> int:
         return math.ceil(len(self.shard) / self.batch_size)

@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,9 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     """The options of all four scripts, the same names and defaults in each; only how many devices to use belongs to the mode."""
     positive, whole, fraction = number(int, 1), number(int, 0), number(float, 0, 1)
     boolean = {"action": argparse.BooleanOptionalAction, "default": False}
-    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False, formatter_class=HelpFormatter)
+    several = "run.sh ddp also takes --nnodes N, --node-rank N, --master-addr HOST and --master-port PORT, for several machines"
+    epilog = several if mode == "ddp" else None
+    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False, formatter_class=HelpFormatter, epilog=epilog)
 
     group = parser.add_argument_group("data")
     datasets = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "synthetic"]
@@ -201,8 +204,8 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None = None) -> argparse.Namespace:
-    """Parse and check the command line of a mode; for ddp, `world_size` is the launcher's (or what it is going to be)."""
+def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None = None, local: int | None = None) -> argparse.Namespace:
+    """Parse and check the command line of a mode; for ddp, `world_size` is what a launcher is going to make, `local` of them here."""
     parser = build_parser(mode)
     args = parser.parse_args(argv)
     launched = mode == "ddp" and world_size is None  # the environment is of this run's launcher, not of one around run.sh
@@ -217,7 +220,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         if getattr(args, option) is None:
             setattr(args, option, available if device_type != "cpu" else 2)
         world_size = getattr(args, option) * getattr(args, "nnodes", 1)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if launched else world_size // getattr(args, "nnodes", 1)
+    local = local or world_size // getattr(args, "nnodes", 1)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local)) if launched else local
 
     if device_type != "cpu" and local_world_size > available and not by_srun:  # SLURM may show each of its tasks one device alone
         raise UsageError(f"{local_world_size} processes or replicas, but only {available} accelerators; use {available}, or --device cpu")
@@ -284,6 +288,28 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     if args.output_dir and not own and not args.eval_only and not restarted() and (Path(args.output_dir) / "last.pt").exists():
         raise UsageError(f"--output-dir {args.output_dir} already holds a run; continue it with --resume auto, or choose another folder")
     return args
+
+
+def parse_nodes(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take what several nodes need out of the command line of `run.sh ddp`; return it, and the rest, which is the script's."""
+    parser = Parser(prog="run.sh ddp", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nnodes", type=number(int, 1))
+    parser.add_argument("--node-rank", type=number(int, 0))
+    parser.add_argument("--master-addr", type=filled)
+    parser.add_argument("--master-port", type=number(int, 1, 65535))
+    nodes, rest = parser.parse_known_args(argv)
+    for name in ("node_rank", "master_addr", "master_port") if nodes.nnodes is None else ():
+        if getattr(nodes, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(nodes, name)} has no effect without --nnodes, the number of machines")
+    nodes.nnodes, nodes.master_port = nodes.nnodes or 1, nodes.master_port or 29500
+    if nodes.nnodes > 1 and None in (nodes.node_rank, nodes.master_addr):
+        needs = "--node-rank, which counts the nodes from 0, and --master-addr, the address of the first"
+        raise UsageError(f"--nnodes {nodes.nnodes} needs {needs}, as in: --nnodes 2 --node-rank 0 --master-addr 10.0.0.1")
+    if (nodes.node_rank or 0) >= nodes.nnodes:
+        raise UsageError(f"--node-rank {nodes.node_rank} must be below --nnodes {nodes.nnodes}")
+    if nodes.master_addr and not re.fullmatch(r"[\w.-]+", nodes.master_addr):
+        raise UsageError(f"--master-addr {nodes.master_addr}: must be a host name or an IPv4 address; a port goes to --master-port")
+    return nodes, rest
 
 
 def take_ranks_of_slurm() -> bool:
@@ -432,7 +458,8 @@ def _check_run(args: argparse.Namespace, device_type: str) -> None:
     if args.output_dir:
         check_folder(args.output_dir)
     if getattr(args, "dist_url", None):
-        check_address(args.dist_url)
+        address = urlsplit(args.dist_url)
+        check_address(f"--dist-url {args.dist_url}", address.hostname, address.port, args.node_rank == 0)
     if args.tensorboard:
         with named("--tensorboard needs the package tensorboard"):
             importlib.import_module("torch.utils.tensorboard")

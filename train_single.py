@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = common.build_optimizer(args, net)
     scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
     state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
-    run = Run(args, state, train_sampler, device)  # resumes
+    run = Run(args, state, train_sampler, val_sampler, device)  # resumes
 
     model = net
     if args.compile:

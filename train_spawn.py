@@ -73,7 +73,7 @@ def worker(local_rank: int, args: Namespace, meeting_place: str) -> int:
     optimizer = common.build_optimizer(args, net)
     scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
     state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
-    run = Run(args, state, train_sampler, device)  # resumes
+    run = Run(args, state, train_sampler, val_sampler, device)  # resumes
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
     common.compress_gradients(args, model)  # on slow links

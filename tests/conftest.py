@@ -14,17 +14,15 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import nodes
     import torch
 
     import slurm
 
-    if not torch.accelerator.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
-    if reason := slurm.missing():
-        for item in items:
-            if item.get_closest_marker("slurm"):
+    gpu = "" if torch.accelerator.is_available() else "needs an accelerator"
+    for marker, reason in (("gpu", gpu), ("slurm", slurm.missing()), ("netns", nodes.missing())):
+        for item in items if reason else ():
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 

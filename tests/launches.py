@@ -64,6 +64,12 @@ def wait_for_end(pids: list[int], timeout: float) -> None:
         os.close(descriptor)
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
 def listening(pids: list[int]) -> dict[int, str]:
     """Return {port: address} of all TCP sockets on which the processes listen. Source: man 5 proc_net_tcp."""
     inodes = set()

@@ -433,7 +433,7 @@ mutant("slurm: cores of other jobs", "common", 'int(os.environ.get("SLURM_CPUS_O
        LAST + "38_workers_stay_and_cores_are_divided")
 mutant("launch: a fixed place to meet", "launch", 'yield f"file://{folder}/ranks"', 'yield f"file://{os.getcwd()}/ranks"',
        MANY + "15_two_jobs_on_one_machine")
-mutant("launch: unknown host waited for", "launch", "socket.getaddrinfo(host, None)", "pass",
+mutant("launch: unknown host waited for", "launch", "found = socket.gethostbyname(host)", 'found = ""',
        f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]")
 mutant("launch: a dead rank is success", "launch", 'return 1, "process {} left', 'return 0, "process {} left',
        ONE + "06_dead_rank_ends_the_job[exits 1]")
@@ -464,7 +464,7 @@ mutant("launch: a deliberate end is restarted", "launch", 'get("LAUNCH_END_FILE"
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
 mutant("launch: the last word counts", "launch", 'open(path, "x")', 'open(path, "w")',
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
-mutant("launch: a rank that ends alone ends with 0", "launch", "return 0 if path and by_all else code", "return 0 if path else code",
+mutant("launch: a rank that ends alone ends with 0", "launch", "    if path and by_all:\n", "    if path:\n",
        f"{ENDINGS}rank_started_again_after_a_deliberate_end_does_nothing")
 mutant("launch: what torchrun ends is taken for ended by the user", "launch",
        'if "LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', "if True:",
@@ -508,9 +508,9 @@ mutant("launch: ranks meet where dead ones did", "launch", "file://{file}-{os.en
        f"{ENDINGS}ranks_meet_in_a_file_of_their_own_after_a_restart")
 mutant("launch: ranks of one machine listen to all", "launch", 'os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")', "pass",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
-mutant("launch: options checked by the ranks", "launch", '    check_run(parse_args("ddp", argv, world_size))', "    pass",
+mutant("launch: options checked by the ranks", "launch", "    check_run(args)  # here", "    # here",
        "cli::test_bad_command_line_ends_with_code_2_and_one_line[run.sh ddp 08 --batch-size 7 --device cpu-]")
-mutant("launch: torchrun listens to all", "launch", "[*meet, *name, \"--max", '["--standalone", "--max',
+mutant("launch: torchrun listens to all", "launch", "[*meet, *start,", '["--standalone", *start,',
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("stop: not saved before the end of an evaluation", "checkpoint", "self.stop.save_now = self._save_between_epochs", "pass",
        f"{ENDINGS}signal_during_an_evaluation_saves_at_once_and_the_evaluation_is_made_again[single-1]")
@@ -565,7 +565,8 @@ mutant("options: --local_rank unknown", "options", '"--local-rank", "--local_ran
        "cli::test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
 mutant("options: booleans cannot be turned off", "options", '"action": argparse.BooleanOptionalAction', '"action": "store_true"',
        "cli::test_booleans_can_be_turned_off_and_help_is_readable[single]")
-mutant("options: abbreviations accepted", "options", "allow_abbrev=False", "allow_abbrev=True", f"{REFUSED}[single-1 --batch 32]")
+mutant("options: abbreviations accepted", "options", "allow_abbrev=False, format", "allow_abbrev=True, format",
+       f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
 mutant("options: a run is overwritten", "options", "and not restarted() and (Path", "and not True and (Path",
        f"{REFUSED}[single-1 --output-dir TMP/run]")
@@ -711,6 +712,62 @@ mutant("worker: small tensors in shared memory", "loading", "if tensor.nbytes <=
 mutant("worker: large tensors by value", "loading", "if tensor.nbytes <= BY_VALUE:", "if True:",
        f"{NEW}small_tensors_of_a_worker_come_by_value")
 
+# ------------------------------------------------------------------------------------------------------------- several nodes
+TOLD, LOST_NODE = "nodes::test_ranks_that_mean_different_runs_are_told", "nodes::test_lost_node_ends_the_job_which_goes_on_later"
+SEVERAL = "nodes::test_several_nodes_are_checked_before_anything_is_started"
+mutant("nodes: ranks are not compared", "checkpoint", "        check_agreement(args, sampler.length, val_sampler.length, device)\n", "",
+       f"{TOLD}[seed]")
+mutant("nodes: evaluation sets are not compared", "checkpoint", "check_agreement(args, sampler.length, val_sampler.length, device)",
+       "check_agreement(args, sampler.length, 0, device)", f"{TOLD}[evaluation set]")
+mutant("nodes: code is not compared", "checkpoint", "Path(name).read_bytes() for name in files", "b'' for name in files",
+       f"{TOLD}[code]")
+mutant("nodes: folders are compared", "checkpoint", 'OWN = {"data_dir", "download", "output_dir",', 'OWN = {"data_dir", "download",',
+       "nodes::test_what_belongs_to_a_node_may_differ")
+mutant("nodes: only one rank finds the difference", "checkpoint",
+       "            problem.by_all = True\n            raise problem\n\n\ndef non",
+       "            problem.by_all = True\n            if is_rank0():\n                raise problem\n\n\ndef non", f"{TOLD}[seed]")
+mutant("nodes: who has not come is a traceback", "launch",
+       "if not is_distributed() and not os.environ.get", "if False and not os.environ.get",
+       "nodes::test_rank_that_cannot_start_does_not_leave_the_other_waiting",
+       "nodes::test_spawned_ranks_whose_partners_never_come_say_so")
+mutant("nodes: launchers wait for ten minutes", "launch", '"--rdzv-conf", f"timeout={math.ceil(timeout)}", ', "",
+       "nodes::test_node_whose_partner_never_comes_says_so")
+mutant("nodes: launchers restart ranks", "launch", 'timeout={math.ceil(timeout)}", "--max-restarts", "0"]',
+       'timeout={math.ceil(timeout)}", "--max-restarts", "3"]', f"{LOST_NODE}[run_sh-cut]")
+mutant("nodes: gloo listens at the host's name", "launch", "                if socket.inet_ntoa(answer[20:24]) == own:\n",
+       "                if False:\n", f"{LOST_NODE}[run_sh-cut]")
+mutant("nodes: spawned ranks listen at the host's name", "launch", "        use_interface_to(urlsplit(args.dist_url).hostname)\n", "",
+       f"{LOST_NODE}[spawn-killed]")
+mutant("nodes: a lost node is not called so", "launch",
+       "    if several and (LOST_CONNECTION.search", "    if False and (LOST_CONNECTION.search",
+       f"{LOST_NODE}[run_sh-cut]")
+mutant("nodes: only the first node says why", "launch",
+       '(not by_all or int(os.environ.get("LOCAL_RANK", 0)) == 0)', "(not by_all or is_rank0())",
+       "nodes::test_each_node_says_why_it_ends")
+mutant("nodes: any address is the first node's", "launch", "        if first:\n", "        if False:\n",
+       SEVERAL, "nodes::test_url_of_the_first_node_is_checked_too")
+mutant("nodes: --master-addr is not checked", "launch", "    if nodes.nnodes > 1:\n        check", "    if False:\n        check", SEVERAL)
+mutant("nodes: a batch is cut for one node", "launch", "devices * nodes.nnodes, devices)", "devices, devices)", SEVERAL)
+mutant("nodes: options without --nnodes are forgotten", "options", "if nodes.nnodes is None else ()",
+       "if nodes.nnodes == 0 else ()", SEVERAL)
+mutant("nodes: an address with a port", "options", 'if nodes.master_addr and not re.fullmatch', 'if False and not re.fullmatch', SEVERAL)
+mutant("nodes: the loopback is as good as any address", "launch", 'if found.startswith("127.") and', "if False and",
+       "nodes::test_name_that_is_the_loopback_here_is_refused")
+mutant("nodes: a launcher waits for one that was stopped", "launch",
+       'return 0 if os.environ.get("LAUNCH_MEETING_FILE") else int(bool(message))',
+       "return 0", "nodes::test_signal_to_one_launcher_stops_all_of_them")
+mutant("nodes: a launcher that waits leaves its files", "launch", '.pop("LAUNCH_END_FILE")).parent, ignore', '["LAUNCH_END_FILE"]), ignore',
+       "nodes::test_launcher_that_waits_for_the_others_can_be_stopped")
+mutant("nodes: no way between the ranks is a traceback", "launch", "|connectFullMesh", "",
+       "nodes::test_ranks_that_cannot_reach_each_other_say_so")
+mutant("nodes: silence of a node is not its loss", "launch", ' or "Timed out waiting" in str(failure.message)', "",
+       "endings::test_root_cause_under_torchrun")
+mutant("nodes: other nodes are to blame on one machine", "launch", "    if several and (LOST_CONNECTION.search",
+       "    if (LOST_CONNECTION.search", "endings::test_on_one_machine_no_other_node_is_to_blame")
+mutant("nodes: what a task put into args is compared", "checkpoint",
+       "in plain_options(args).items() if name not in OWN", "in vars(args).items() if name not in OWN",
+       "endings::test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+
 # fmt: on
 
 # -------------------------------------------------------------------------------------------------------------------- the program
@@ -727,6 +784,7 @@ def run_tests(project: Path, selection: Iterable[str], timeout: float) -> tuple[
     scratch.mkdir(exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
     options = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={project.parent / 'basetemp'}"]
+    options += ["-m", ""]  # the long tests too
     with open(project.parent / "output", "w+") as output:  # a file: a pipe stays open as long as any grandchild lives
         command = [sys.executable, "-m", "pytest", *options, *selection]
         process = subprocess.Popen(command, cwd=project, env=environment, stdout=output, stderr=output, start_new_session=True)

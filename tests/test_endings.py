@@ -175,7 +175,7 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
         ([-9, -15, -9], 1, 143, "process 1 was killed by SIGTERM"),
         ([launch.LOST, 7], 1, 1, "process 1 left with exit code 7"),
         ([launch.LOST, 0], 0, 1, "process 1 left before the end"),
-        ([launch.LOST, launch.LOST], 0, 1, "a rank on another machine was lost"),
+        ([launch.LOST, launch.LOST], 0, 1, f"a rank on another machine was lost; {launch.AGAIN}"),
     ],
 )
 def test_end_of_spawned_processes_is_told_by_who_failed_first(codes, first, code, words):
@@ -218,6 +218,8 @@ def test_lost_connection_is_one_to_another_rank():
     ("failures", "words"),
     [
         ([LOST, Failure(1, "ValueError: the cause", 2)], "rank 1 failed first: ValueError: the cause"),
+        ([LOST, LOST], f"a rank on another node was lost; {launch.AGAIN} (RuntimeError: {GONE[1]})"),
+        ([Failure(1, "Timed out waiting 9ms", 1)], f"a rank on another node was lost; {launch.AGAIN} (Timed out waiting 9ms)"),
         ([LOST, Failure(-9, "Signal 9 (SIGKILL) received by PID 7", 2, False)], "rank 1 was killed by SIGKILL"),
         ([Failure(-15, "Signal 15", 0, False), LOST, Failure(7, "", 2, False)], "rank 2 left with exit code 7"),
         ([Failure(1, {"message": IN_WORKER, "extraInfo": {}}, 1)], "rank 0 failed first: RuntimeError: sample 7 cannot be read"),
@@ -225,7 +227,11 @@ def test_lost_connection_is_one_to_another_rank():
     ],
 )
 def test_root_cause_under_torchrun(failures, words):
-    assert launch._root_cause(Failures(*failures)) == words
+    assert launch._root_cause(Failures(*failures), several=True) == words
+
+
+def test_on_one_machine_no_other_node_is_to_blame():
+    assert launch._root_cause(Failures(LOST), several=False) == f"rank 0 failed first: RuntimeError: {GONE[1]}"
 
 
 def test_restarted_rank_tells_what_failed_before_the_first_checkpoint(tmp_path, monkeypatch):
@@ -289,7 +295,7 @@ def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, mess
 
 def test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint(tmp_path):
     argv = ["--batch-size", "500", "--epochs", "1"]
-    result = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(change_task, "build_model", put_a_module_into_args))
+    result = train("ddp", 2, *argv, folder=tmp_path, patch=functools.partial(change_task, "build_model", put_a_module_into_args))
     assert result.code == 0, result.err
     assert "made_by_the_task" not in checkpoint.load_checkpoint(result.folder / "last.pt")["config"]
 

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ROOT, context, deviation, in_group, make_args, make_sampler, run_processes, single_run, train, undisturbed
+from launches import free_port
 from pitfalls import BASE, in_process, launch, printed, stop_after, without_speed
 from test_pitfalls_01_14 import spawn_launcher
 from torch import nn
@@ -461,12 +461,6 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 40
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_pitfall_40_two_launchers_are_one_job(tmp_path):

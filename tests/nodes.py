@@ -1,0 +1,172 @@
+"""Two hosts on one machine: network namespaces with names, addresses and a link of their own. Linux, root and iproute2 make them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launches import send, wait_for_end
+
+DEVICE = "link0"  # in each of the two
+NAMES = itertools.count()
+ENTER = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # what becomes of the process is the command itself: same id, same parent
+
+
+def ip(*words: str) -> str:
+    """Run `ip`; return what it prints, raise with its words if it fails."""
+    return tool("ip", *words)
+
+
+def tool(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+def missing() -> str:
+    """Return what keeps this machine from having two hosts; nothing if it can."""
+    absent = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
+    if os.geteuid() or absent:
+        return f"two hosts need {'root' if os.geteuid() else f'{absent[0]}: apt-get install iproute2 util-linux'}"
+    probe = f"train-{os.getpid()}-probe"
+    limit = f"tc -netns {probe} qdisc replace dev lo root tbf rate 1mbit burst 64kb latency 100ms"
+    trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {limit} && test -c /dev/net/tun"
+    allowed = subprocess.run(["sh", "-c", trial], capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
+    return "" if allowed else "two hosts need network namespaces, /dev/net/tun and tc's tbf, which are not allowed here"
+
+
+@dataclass
+class Host:
+    """A namespace; `name` is also the host name that its processes see, and that both hosts resolve to `address`."""
+
+    name: str
+    address: str
+
+    def command(self, *command: str) -> list[str]:
+        """What to start so that `command` runs on this host."""
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", ENTER, self.name, *command]
+
+    def processes(self) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
+
+    def cut(self) -> None:
+        """Pull the cable: packets are lost, and nobody is told."""
+        ip("-netns", self.name, "link", "set", DEVICE, "down")
+
+    def join(self) -> None:
+        ip("-netns", self.name, "link", "set", DEVICE, "up")
+
+    def limit(self, rate: str) -> None:
+        """Let the host send no faster than `rate`, as 100mbit."""
+        tool("tc", "-netns", self.name, "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
+
+
+@contextlib.contextmanager
+def two_hosts(delay: float = 0, rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Host]]:
+    """Two hosts joined by a cable that takes `delay` seconds each way; all that is left on them is killed at the end.
+
+    Without `own_names` a host's name is that of this machine, which /etc/hosts often gives to the loopback, as Debian does.
+    """
+    remove_leftovers()
+    pair = next(NAMES)  # the two can be alike in all tests that run side by side: only the names are seen from outside
+    hosts = Host(f"train-{os.getpid()}-{pair}-0", "10.77.0.1"), Host(f"train-{os.getpid()}-{pair}-1", "10.77.0.2")
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            stack.callback(remove, host.name)
+            ip("netns", "add", host.name)
+            folder = Path("/etc/netns", host.name)  # `ip netns exec` shows the files in it as those in /etc
+            folder.mkdir(parents=True)
+            known = [f"{other.address} {other.name}" for other in hosts] if own_names else [f"127.0.1.1 {other.name}" for other in hosts]
+            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        if delay:
+            stack.enter_context(wire(hosts, delay))
+        else:
+            ip("link", "add", DEVICE, "netns", hosts[0].name, "type", "veth", "peer", "name", DEVICE, "netns", hosts[1].name)
+        for host in hosts:
+            ip("-netns", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
+            for device in ("lo", DEVICE):
+                ip("-netns", host.name, "link", "set", device, "up")
+            if rate:
+                host.limit(rate)
+        yield hosts
+
+
+def remove(name: str) -> None:
+    """End all that runs in a namespace, and the namespace; its devices go with it."""
+    with contextlib.suppress(AssertionError):  # it was not made
+        left = Host(name, "").processes()
+        send(left, signal.SIGKILL)
+        wait_for_end(left, 10)
+        ip("netns", "delete", name)
+    shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+def remove_leftovers() -> None:
+    """Remove what a test process that was killed has left."""
+    for line in ip("netns", "list").splitlines():
+        name = line.split()[0]
+        if name.startswith("train-") and not Path("/proc", name.split("-")[1]).exists():
+            remove(name)
+
+
+@contextlib.contextmanager
+def wire(hosts: tuple[Host, Host], delay: float) -> Iterator[None]:
+    """Join the hosts by a thread that hands every packet on `delay` seconds later: not every kernel has netem, which `tc` would ask for."""
+    ends = [open_tun(host.name) for host in hosts]
+    stop, stopped = os.pipe()
+    thread = threading.Thread(target=carry, args=(*ends, delay, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(stopped)
+        thread.join()
+        for descriptor in (*ends, stop):
+            os.close(descriptor)
+
+
+def carry(one: int, two: int, delay: float, stop: int) -> None:
+    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()
+    while True:
+        pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        ready, _, _ = select.select([one, two, stop], [], [], pause)
+        if stop in ready:
+            return
+        for end in ready:
+            with contextlib.suppress(OSError):  # cut
+                waiting.append((time.monotonic() + delay, two if end == one else one, os.read(end, 65536)))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, end, packet = waiting.popleft()
+            with contextlib.suppress(OSError):
+                os.write(end, packet)
+
+
+def open_tun(namespace: str) -> int:
+    """Make the device of a host; return the descriptor from which its packets are read. Source: the kernel's networking/tuntap."""
+    opened = []
+
+    def enter_and_open() -> None:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0  # of this thread only, which ends with it
+        opened.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        fcntl.ioctl(opened[0], 0x400454CA, struct.pack("16sH22x", DEVICE.encode(), 0x0001 | 0x1000))  # TUNSETIFF: TUN, no header
+
+    thread = threading.Thread(target=enter_and_open)
+    thread.start()
+    thread.join()
+    return opened[0]
