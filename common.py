@@ -156,7 +156,12 @@ def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedD
         model.register_comm_hook(None, getattr(default_hooks, f"{args.grad_compress}_compress_hook"))
     if args.grad_compress == "powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+        def hook(state, bucket):  # one bucket after the other: each needs three all-reduces, which gloo starts in any order
+            (future := powerSGD_hook.powerSGD_hook(state, bucket)).wait()
+            return future
+
+        model.register_comm_hook(state, hook)
 
 
 # ------------------------------------------------------------------------------------------------------ model and optimization

@@ -36,7 +36,7 @@ def run(hosts: tuple, batch: int, options: list[str]) -> tuple[float, float, tor
         with job(hosts, Path(name), commands, *OPTIONS, "--batch-size", str(batch), *options, LINK=str(link)) as nodes:
             for node in nodes:
                 if node.end(timeout=600):
-                    sys.exit(node.errors())
+                    sys.exit("".join(each.errors() for each in nodes))
         steps = json.loads(link.read_text())[-11:]  # after what it takes to get going
         gradient = torch.cat([grad.flatten() for grad in torch.load(link.with_suffix(".pt"))])
     seconds, sent = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(steps)))

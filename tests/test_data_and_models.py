@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import TASKS, check, compare, deviation, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, in_process, printed, stop_after, without_speed
@@ -663,3 +664,30 @@ def test_small_tensors_of_a_worker_come_by_value():
         assert batch[name].dtype == tensor.dtype and batch[name].equal(tensor), name
         assert batch[name].is_shared() == (name in ("large", "half")), name
         assert batch[name].data_ptr() % 64 == 0, "as torch allocates it: the last bit of a product may depend on that"
+
+
+# ---------------------------------------------------------------------------------------------------------- sent in small pieces
+
+
+def watch_hook(rank):
+    """Print whether each future was done when the hook returned it."""
+    register = nn.parallel.DistributedDataParallel.register_comm_hook
+
+    def watched(model, state, hook):
+        def call(state, bucket):
+            future = hook(state, bucket)
+            print("done", json.dumps([bucket.index(), future.done()]))
+            return future
+
+        register(model, state, call)
+
+    nn.parallel.DistributedDataParallel.register_comm_hook = watched
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # so that a small network has two
+
+
+def test_buckets_that_powersgd_sends_do_not_overtake_one_another(tmp_path):
+    """torch's hook starts a bucket's second all-reduce when its first is done: over gloo two buckets then mix, and the process aborts."""
+    result = train("ddp", 2, *BASE, "--grad-compress", "powersgd", folder=tmp_path, patch=watch_hook)
+    assert result.code == 0, result.err
+    calls = printed(result.out, "done")
+    assert {index for index, _ in calls} == {0, 1} and all(done for _, done in calls)
