@@ -19,7 +19,7 @@ LINES = {
     "loading.py": 255,
     "task.py": 320,
     "run.sh": 72,
-    "README.md": 240,
+    "README.md": 280,
 }
 
 
