@@ -46,7 +46,7 @@ from common import (
     to_device,
     wait_for_all,
 )
-from options import end_with_parent, restarted
+from options import build_parser, end_with_parent, restarted
 
 FORMAT = 1  # of a checkpoint; raised when its keys change
 # Options that may differ when a run is resumed, because the run they describe is the same one.
@@ -198,11 +198,6 @@ def find_checkpoint(args: argparse.Namespace, samples: int) -> tuple[Path | None
     return None, None
 
 
-def plain_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options without whatever else a task has put there."""
-    return {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str, list, type(None)))}
-
-
 def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
     """Refuse to resume under options that would silently make it another run."""
     for name, now in vars(args).items():
@@ -222,10 +217,12 @@ def check_agreement(args: argparse.Namespace, train_length: int, val_length: int
     """
     if not is_distributed():
         return
-    loaded = {str(getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())}
-    here = {name for name in loaded if os.path.dirname(name) == os.path.dirname(__file__)}  # what is beside these scripts, and in use
-    files = [*sorted(here - {args.task}), args.task]
-    mine = {f"--{name.replace('_', '-')}": value for name, value in plain_options(args).items() if name not in OWN}
+    here, task = os.path.dirname(os.path.realpath(__file__)), os.path.realpath(args.task)
+    loaded = [str(getattr(module, "__dict__", {}).get("__file__")) for module in list(sys.modules.values())]
+    beside = {os.path.realpath(name) for name in loaded if os.path.exists(os.path.join(here, os.path.basename(name)))}
+    files = [*sorted(name for name in beside - {task} if os.path.dirname(name) == here), task]
+    known = vars(build_parser("spawn").parse_args([]))  # what a task has added is its own business
+    mine = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in known if name not in OWN}
     mine |= {"the number of training samples": train_length, "the number of evaluation samples": val_length}
     mine |= {"the code": hashlib.sha256(b"".join(Path(name).read_bytes() for name in files)).hexdigest()[:12], "torch": torch.__version__}
     mine["the device"] = device.type
@@ -413,6 +410,7 @@ class Run:
         if stop or (args.save_every and state.global_step % args.save_every == 0):
             saved = self.save("last.pt")
         if stop:
+            saved = broadcast_object(saved)
             step = f"after saving step {state.global_step}" if saved else f"at step {state.global_step}, which was not saved"
             raise Stopped(SIGNALS[stop], f"stopped by {stop.name} {step}")
 
@@ -499,8 +497,8 @@ class Run:
             self._write_checkpoint({"count": [0.0]}, "last.pt")
 
     def _write_checkpoint(self, sums: dict[str, list[float]], *names: str) -> bool:
-        options = plain_options(self.args)
-        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": sums, "config": options}
+        config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str, list, type(None)))}
+        checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": sums, "config": config}
         if bad := non_finite(checkpoint):
             print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
             return False

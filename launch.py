@@ -84,7 +84,8 @@ def _run(main: Callable[[], int | None]) -> int:
         wait_for_all()
         code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})" if stop.reason else "")
     except RuntimeError as error:
-        if not is_distributed() and not os.environ.get("LAUNCH_MEETING_FILE") and NOT_MET.search(f"{type(error).__name__} {error}"):
+        meeting = "RANK" in os.environ and not os.environ.get("LAUNCH_MEETING_FILE") and not is_distributed()
+        if meeting and NOT_MET.search(f"{type(error).__name__} {error}"):
             return announce_end(1, str(_recorded(f"the ranks have not met within --timeout; {ADVICE} ({_line(error)})")), by_all=False)
         if "find_unused_parameters=True" in str(error):
             raise _recorded("some parameters took no part in the loss of the last step: add --find-unused-parameters") from error
@@ -120,7 +121,8 @@ def _answer_from_a_thread() -> None:
 
     def answer() -> None:
         while number := os.read(reader, 1):
-            if signal.getsignal(number[0]) is _end_at_once:
+            launcher = os.environ.get("LAUNCH_PID") == str(os.getpid())
+            if _end_at_once in (signal.getsignal(number[0]), launcher and signal.getsignal(signal.SIGTERM)):  # which has no ranks yet
                 _end_at_once(number[0], None)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as the thread inherits it, signals still go to the main thread
@@ -198,16 +200,16 @@ def timeout(args: argparse.Namespace) -> timedelta:
     return timedelta(seconds=args.timeout)
 
 
-def check_address(option: str, host: str, port: int, first: bool) -> None:
+def check_address(option: str, host: str, port: int, node_rank: int, nnodes: int) -> None:
     """Raise UsageError if the host is unknown, or if this is the first node and cannot listen there: the ranks would find out too late."""
     try:
-        found = socket.gethostbyname(host)
-        if found.startswith("127.") and host not in (found, "localhost"):
+        found = socket.getaddrinfo(host, None)[0][4][0]
+        if nnodes > 1 and found.startswith("127.") and host not in (found, "localhost"):
             raise UsageError(f"{option}: {host} is {found} here, which other nodes cannot reach (see /etc/hosts); give its IP address")
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{option}: {host} is no known host ({error}); try its IP address") from error
     try:
-        if first:
+        if node_rank == 0:
             socket.create_server((host, port)).close()
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
@@ -248,7 +250,7 @@ def use_interface_to(host: str) -> None:
     """Let gloo talk over the interface that leads to `host`: by itself it takes the address of the host's own name, often a loopback."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no way there: the ranks will say so
+    with contextlib.suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no way: ranks will say so
         probe.connect((host, 9))  # sends nothing
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex() if not own.startswith("127.") else ():
@@ -410,7 +412,7 @@ def main() -> int:
     sys.argv[0] = str(Path(__file__).with_name("train_ddp.py"))
     nodes, argv = parse_nodes(sys.argv[2:])
     if nodes.nnodes > 1:
-        check_address(f"--master-addr {nodes.master_addr}", nodes.master_addr, nodes.master_port, nodes.node_rank == 0)
+        check_address(f"--master-addr {nodes.master_addr}", nodes.master_addr, nodes.master_port, nodes.node_rank, nodes.nnodes)
     args = parse_args("ddp", argv, devices * nodes.nnodes, devices)
     check_run(args)  # here, before any process is started
     if nodes.nnodes > 1:

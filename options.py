@@ -459,7 +459,7 @@ def _check_run(args: argparse.Namespace, device_type: str) -> None:
         check_folder(args.output_dir)
     if getattr(args, "dist_url", None):
         address = urlsplit(args.dist_url)
-        check_address(f"--dist-url {args.dist_url}", address.hostname, address.port, args.node_rank == 0)
+        check_address(f"--dist-url {args.dist_url}", address.hostname, address.port, args.node_rank, args.nnodes)
     if args.tensorboard:
         with named("--tensorboard needs the package tensorboard"):
             importlib.import_module("torch.utils.tensorboard")

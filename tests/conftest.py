@@ -19,11 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     import slurm
 
-    gpu = "" if torch.accelerator.is_available() else "needs an accelerator"
-    for marker, reason in (("gpu", gpu), ("slurm", slurm.missing()), ("netns", nodes.missing())):
-        for item in items if reason else ():
-            if item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    def no_accelerator() -> str:
+        return "" if torch.accelerator.is_available() else "needs an accelerator"
+
+    for marker, missing in (("gpu", no_accelerator), ("slurm", slurm.missing), ("netns", nodes.missing)):
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = missing() if marked else ""
+        for item in marked if reason else ():
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -185,7 +185,7 @@ FEATURES = [
     Feature("SWA of the weights", "--average swa --epochs 5"),
     Feature("gradients sent in bf16", "--grad-compress bf16", ROUNDED, one_device_without, SEVERAL_RANKS, BF16_HOOK),
     Feature("gradients sent in fp16", "--grad-compress fp16", ROUNDED, one_device_without, SEVERAL_RANKS, FP16_HOOK),
-    Feature("gradients sent by PowerSGD", "--grad-compress powersgd", reference=ddp_on_one_device, modes=SEVERAL_RANKS),
+    Feature("PowerSGD, as on one rank", "--grad-compress powersgd", reference=ddp_on_one_device, modes=SEVERAL_RANKS),
     Feature("computed in bf16 (AMP)", "--dtype float32 --amp bf16", ROUNDED, bound=BF16_COMPUTE),
 ]
 

@@ -433,7 +433,7 @@ mutant("slurm: cores of other jobs", "common", 'int(os.environ.get("SLURM_CPUS_O
        LAST + "38_workers_stay_and_cores_are_divided")
 mutant("launch: a fixed place to meet", "launch", 'yield f"file://{folder}/ranks"', 'yield f"file://{os.getcwd()}/ranks"',
        MANY + "15_two_jobs_on_one_machine")
-mutant("launch: unknown host waited for", "launch", "found = socket.gethostbyname(host)", 'found = ""',
+mutant("launch: unknown host waited for", "launch", "found = socket.getaddrinfo(host, None)[0][4][0]", 'found = ""',
        f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]")
 mutant("launch: a dead rank is success", "launch", 'return 1, "process {} left', 'return 0, "process {} left',
        ONE + "06_dead_rank_ends_the_job[exits 1]")
@@ -509,7 +509,7 @@ mutant("launch: ranks meet where dead ones did", "launch", "file://{file}-{os.en
 mutant("launch: ranks of one machine listen to all", "launch", 'os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")', "pass",
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("launch: options checked by the ranks", "launch", "    check_run(args)  # here", "    # here",
-       "cli::test_bad_command_line_ends_with_code_2_and_one_line[run.sh ddp 08 --batch-size 7 --device cpu-]")
+       "nodes::test_several_nodes_are_checked_before_anything_is_started")
 mutant("launch: torchrun listens to all", "launch", "[*meet, *start,", '["--standalone", *start,',
        "signals::test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("stop: not saved before the end of an evaluation", "checkpoint", "self.stop.save_now = self._save_between_epochs", "pass",
@@ -730,7 +730,7 @@ mutant("nodes: only one rank finds the difference", "checkpoint",
        "            problem.by_all = True\n            raise problem\n\n\ndef non",
        "            problem.by_all = True\n            if is_rank0():\n                raise problem\n\n\ndef non", f"{TOLD}[seed]")
 mutant("nodes: who has not come is a traceback", "launch",
-       "if not is_distributed() and not os.environ.get", "if False and not os.environ.get",
+       "        if meeting and NOT_MET.search", "        if False and NOT_MET.search",
        "nodes::test_rank_that_cannot_start_does_not_leave_the_other_waiting",
        "nodes::test_spawned_ranks_whose_partners_never_come_say_so")
 mutant("nodes: launchers wait for ten minutes", "launch", '"--rdzv-conf", f"timeout={math.ceil(timeout)}", ', "",
@@ -741,20 +741,27 @@ mutant("nodes: gloo listens at the host's name", "launch", "                if s
        "                if False:\n", f"{LOST_NODE}[run_sh-cut]")
 mutant("nodes: spawned ranks listen at the host's name", "launch", "        use_interface_to(urlsplit(args.dist_url).hostname)\n", "",
        f"{LOST_NODE}[spawn-killed]")
+mutant("nodes: SIGUSR1 waits for the other nodes", "launch",
+       "in (signal.getsignal(number[0]), launcher and signal.getsignal(signal.SIGTERM))", "in (signal.getsignal(number[0]),)",
+       "nodes::test_launcher_that_waits_for_the_others_can_be_stopped")
+mutant("nodes: an error of one process is nobody's absence", "launch", 'meeting = "RANK" in os.environ and', "meeting =",
+       "nodes::test_ranks_that_cannot_reach_each_other_say_so")
+mutant("stop: ranks that do not save say that it was saved", "checkpoint", "            saved = broadcast_object(saved)\n", "",
+       "nodes::test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
 mutant("nodes: a lost node is not called so", "launch",
        "    if several and (LOST_CONNECTION.search", "    if False and (LOST_CONNECTION.search",
        f"{LOST_NODE}[run_sh-cut]")
 mutant("nodes: only the first node says why", "launch",
        '(not by_all or int(os.environ.get("LOCAL_RANK", 0)) == 0)', "(not by_all or is_rank0())",
        "nodes::test_each_node_says_why_it_ends")
-mutant("nodes: any address is the first node's", "launch", "        if first:\n", "        if False:\n",
+mutant("nodes: any address is the first node's", "launch", "        if node_rank == 0:\n", "        if False:\n",
        SEVERAL, "nodes::test_url_of_the_first_node_is_checked_too")
 mutant("nodes: --master-addr is not checked", "launch", "    if nodes.nnodes > 1:\n        check", "    if False:\n        check", SEVERAL)
 mutant("nodes: a batch is cut for one node", "launch", "devices * nodes.nnodes, devices)", "devices, devices)", SEVERAL)
 mutant("nodes: options without --nnodes are forgotten", "options", "if nodes.nnodes is None else ()",
        "if nodes.nnodes == 0 else ()", SEVERAL)
 mutant("nodes: an address with a port", "options", 'if nodes.master_addr and not re.fullmatch', 'if False and not re.fullmatch', SEVERAL)
-mutant("nodes: the loopback is as good as any address", "launch", 'if found.startswith("127.") and', "if False and",
+mutant("nodes: the loopback is as good as any address", "launch", 'if nnodes > 1 and found.startswith("127.") and', "if False and",
        "nodes::test_name_that_is_the_loopback_here_is_refused")
 mutant("nodes: a launcher waits for one that was stopped", "launch",
        'return 0 if os.environ.get("LAUNCH_MEETING_FILE") else int(bool(message))',
@@ -768,7 +775,7 @@ mutant("nodes: silence of a node is not its loss", "launch", ' or "Timed out wai
 mutant("nodes: other nodes are to blame on one machine", "launch", "    if several and (LOST_CONNECTION.search",
        "    if (LOST_CONNECTION.search", "endings::test_on_one_machine_no_other_node_is_to_blame")
 mutant("nodes: what a task put into args is compared", "checkpoint",
-       "in plain_options(args).items() if name not in OWN", "in vars(args).items() if name not in OWN",
+       "getattr(args, name, None) for name in known if", "getattr(args, name, None) for name in vars(args) if",
        "endings::test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
 
 # fmt: on

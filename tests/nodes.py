@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from launches import send, wait_for_end
 
-DEVICE = "link0"  # in each of the two
+DEVICE, PREFIX = "link0", "data-parallel-test-"  # in each of the two, and before their names
 NAMES = itertools.count()
 ENTER = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # what becomes of the process is the command itself: same id, same parent
 
@@ -42,9 +43,10 @@ def missing() -> str:
     absent = [name for name in ("ip", "tc", "unshare") if not shutil.which(name)]
     if os.geteuid() or absent:
         return f"two hosts need {'root' if os.geteuid() else f'{absent[0]}: apt-get install iproute2 util-linux'}"
-    probe = f"train-{os.getpid()}-probe"
+    probe = f"{PREFIX}{os.getpid()}-probe"
     limit = f"tc -netns {probe} qdisc replace dev lo root tbf rate 1mbit burst 64kb latency 100ms"
-    trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {limit} && test -c /dev/net/tun"
+    veth = f"ip -netns {probe} link add {DEVICE} type veth peer name link1"
+    trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {veth} && {limit} && test -c /dev/net/tun"
     allowed = subprocess.run(["sh", "-c", trial], capture_output=True).returncode == 0
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
     return "" if allowed else "two hosts need network namespaces, /dev/net/tun and tc's tbf, which are not allowed here"
@@ -84,7 +86,7 @@ def two_hosts(delay: float = 0, rate: str = "", own_names: bool = True) -> Itera
     """
     remove_leftovers()
     pair = next(NAMES)  # the two can be alike in all tests that run side by side: only the names are seen from outside
-    hosts = Host(f"train-{os.getpid()}-{pair}-0", "10.77.0.1"), Host(f"train-{os.getpid()}-{pair}-1", "10.77.0.2")
+    hosts = Host(f"{PREFIX}{os.getpid()}-{pair}-0", "10.77.0.1"), Host(f"{PREFIX}{os.getpid()}-{pair}-1", "10.77.0.2")
     with contextlib.ExitStack() as stack:
         for host in hosts:
             stack.callback(remove, host.name)
@@ -118,9 +120,8 @@ def remove(name: str) -> None:
 
 def remove_leftovers() -> None:
     """Remove what a test process that was killed has left."""
-    for line in ip("netns", "list").splitlines():
-        name = line.split()[0]
-        if name.startswith("train-") and not Path("/proc", name.split("-")[1]).exists():
+    for name in re.findall(rf"^({PREFIX}\d+-\d+-[01])\b", ip("netns", "list"), re.MULTILINE):
+        if not Path("/proc", name.removeprefix(PREFIX).split("-")[0]).exists():
             remove(name)
 
 

@@ -96,6 +96,7 @@ def test_loader_workers_stand_still_while_the_bare_loop_is_timed_and_go_on_for_t
     assert len(moved) == 3 * steps and not any(moved[steps + settle : 2 * steps] + moved[2 * steps + settle :])
 
 
+@pytest.mark.long
 def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     scratch = tmp_path / "tmp"
     scratch.mkdir()

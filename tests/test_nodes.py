@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,9 +16,10 @@ import torch
 from harness import deviation, rank_of_run, run_processes, single_run
 from launches import ROOT, TASKS, Launch, free_port, listening, send
 from nodes import two_hosts
-from pitfalls import BASE
+from pitfalls import BASE, stop_after
 from test_pitfalls_01_14 import spawn_launcher
 
+import checkpoint
 import common
 import launch
 
@@ -216,10 +218,31 @@ def test_each_node_says_why_it_ends(tmp_path):
         assert code == 2 and err.splitlines()[-1].endswith("--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"), err
 
 
+def stopped_with_a_full_disk(rank):
+    alone_on_its_node(rank)
+    stop_after(5, rank)
+    checkpoint.Run._write_checkpoint = lambda *_: False
+
+
+def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
+    for code, _, err in ranks(tmp_path, patch=stopped_with_a_full_disk):
+        assert code == 143 and "which was not saved" in err.splitlines()[-1], err
+
+
+def added_by_the_task(rank):
+    load = common.load_task
+
+    def adding(args):
+        args.cache = f"/scratch/{rank}"
+        return load(args)
+
+    common.load_task = adding
+
+
 def test_what_belongs_to_a_node_may_differ(tmp_path):
     (tmp_path / "gate.py").write_text((TASKS / "pit_models.py").read_text())  # the same task elsewhere, under another name
     own = ["--workers", "1", "--output-dir", str(tmp_path / "other"), "--task", str(tmp_path / "gate.py")]
-    for code, _, err in ranks(tmp_path, *own, common_options=["--epochs", "1"]):
+    for code, _, err in ranks(tmp_path, *own, patch=added_by_the_task, common_options=["--epochs", "1"]):
         assert code == 0, err
 
 
@@ -239,7 +262,7 @@ def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
 def test_node_whose_partner_never_comes_says_so(rank, tmp_path):
     """The others are not started, or look elsewhere."""
     port = free_port() if rank == 0 else 1  # where nobody listens
-    with Launch(run_sh("127.0.0.1", rank, port=port), tmp_path, *BASE, "--timeout", "3") as node:
+    with Launch(run_sh("127.0.0.1", rank, port=port), tmp_path, *BASE, "--timeout", "3", stdout=subprocess.DEVNULL) as node:
         assert node.end(timeout=60) == 1
         assert "the nodes have not met within --timeout 3" in node.errors().splitlines()[-1]
 
@@ -267,6 +290,7 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
         ("--nnodes 2 --node-rank 1 --master-addr fd00::1", "must be a host name or an IPv4 address"),
         ("--nnodes 2 --node-rank 1 --master-addr a..b", "a..b is no known host"),
         ("--nnodes 1 --node-rank 1", "--node-rank 1 must be below --nnodes 1"),
+        ("--freeze nothing", "--freeze nothing: no parameter has such a name"),
         ("--nnodes 20 --node-rank 1 --master-addr 10.0.0.1", "--batch-size 30 cannot be cut into 40 devices"),
     ],
 )
@@ -276,6 +300,7 @@ def test_several_nodes_are_checked_before_anything_is_started(options, words, tm
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options, words = (text.format(port=taken.getsockname()[1]) for text in (options, words))
         monkeypatch.setattr(sys, "argv", ["launch.py", "2", *options.split(), *BASE])
+        monkeypatch.setattr(launch, "torchrun", lambda *_: pytest.fail("it was started"))
         with pytest.raises(common.UsageError) as error:
             launch.main()
     assert words in str(error.value)
@@ -283,17 +308,19 @@ def test_several_nodes_are_checked_before_anything_is_started(options, words, tm
 
 def test_url_of_the_first_node_is_checked_too():
     with pytest.raises(common.UsageError, match=r"--dist-url X: 192.0.2.1 is not this node"):
-        launch.check_address("--dist-url X", "192.0.2.1", 29500, True)
-    launch.check_address("--dist-url X", "192.0.2.1", 29500, False)
+        launch.check_address("--dist-url X", "192.0.2.1", 29500, 0, 2)
+    launch.check_address("--dist-url X", "192.0.2.1", 29500, 1, 2)
 
 
 def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
     """As Debian's /etc/hosts has it for the host's own name: the first node would listen where no other node comes."""
-    monkeypatch.setattr("socket.gethostbyname", {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}.get)
+    hosts = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, port: [(0, 0, 0, "", (hosts[host], 0))])
     for name in ("localhost", "127.0.0.1"):
-        launch.check_address("--master-addr X", name, 29500, False)
+        launch.check_address("--master-addr X", name, 29500, 1, 2)
+    launch.check_address("--dist-url X", "node0", 29500, 1, 1)  # alone it may be anything
     with pytest.raises(common.UsageError, match=r"node0 is 127.0.1.1 here, which other nodes cannot reach"):
-        launch.check_address("--master-addr X", "node0", 29500, True)
+        launch.check_address("--master-addr X", "node0", 29500, 1, 2)
 
 
 def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capsys):
@@ -303,6 +330,9 @@ def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capsys):
         raise RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error")
 
     monkeypatch.setattr(launch, "_answer_from_a_thread", lambda: None)
+    with pytest.raises(RuntimeError):
+        common.exit_code(init)  # one process, which meets nobody: an error of its own
+    monkeypatch.setenv("RANK", "0")
     assert common.exit_code(init) == 1
     assert "no firewall between them? (Gloo connectFullMesh failed" in capsys.readouterr().err.splitlines()[-1]
 
@@ -317,7 +347,8 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
         for rank in (0, 1):
             (tmp_path / str(rank)).mkdir()
             command = run_sh("127.0.0.1", rank, port=port)
-            nodes.append(stack.enter_context(Launch(command, tmp_path / str(rank), *options, GATE=str(gate), GATE_AT="9")))
+            node = Launch(command, tmp_path / str(rank), *options, stdout=subprocess.DEVNULL, GATE=str(gate), GATE_AT="9")
+            nodes.append(stack.enter_context(node))
         nodes[0].wait_until(lambda: all((tmp_path / f"gate-{rank}").exists() for rank in (0, 1)))
         send([nodes[1].process.pid], signal.SIGUSR1)
         gate.touch()
@@ -326,13 +357,14 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
             assert "stopped by SIGUSR1 after saving step" in node.errors().splitlines()[-1]
 
 
-def test_launcher_that_waits_for_the_others_can_be_stopped(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["USR1", "TERM"])
+def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
     scratch = tmp_path / "tmp"
     scratch.mkdir()
     with Launch(run_sh("127.0.0.1", 0, port=free_port()), tmp_path, *BASE, TMPDIR=str(scratch)) as node:
         node.wait_for("meets the others")
         node.wait_until(lambda: listening([node.process.pid]))
-        send([node.process.pid], signal.SIGTERM)
-        assert node.end(timeout=20) == 143
-        assert "stopped by SIGTERM with nothing to save" in node.errors().splitlines()[-1]
+        send([node.process.pid], number)
+        assert node.end(timeout=20) == 128 + number
+        assert f"stopped by {number.name} with nothing to save" in node.errors().splitlines()[-1]
     assert not list(scratch.iterdir())
