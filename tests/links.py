@@ -15,10 +15,10 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-from nodes import missing, two_hosts  # noqa: E402
-from test_nodes import ROOT, job, spawn  # noqa: E402
+from launches import ROOT  # noqa: E402 (needs the path above)
+from nodes import job, missing, spawn, two_hosts  # noqa: E402
 
-import bench  # noqa: E402 (needs the path above)
+import bench  # noqa: E402
 
 BYTES = {"1gbit": 125e6, "100mbit": 12.5e6}  # a second
 RATES = {"open": "", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}

@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launches import send, wait_for_end
+from launches import ROOT, Launch, send, wait_for_end
 
 DEVICE, PREFIX = "link0", "data-parallel-test-"  # in each of the two, and before their names
 NAMES = itertools.count()
+PORT = 29500  # each pair of hosts has its own
 ENTER = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # what becomes of the process is the command itself: same id, same parent
 
 
@@ -171,3 +172,29 @@ def open_tun(namespace: str) -> int:
     thread.start()
     thread.join()
     return opened[0]
+
+
+class Node(Launch):
+    """A launch on one host, whose output goes into a file."""
+
+    def __init__(self, host: Host, folder: Path, command: list[str], *options: str, **environment: str) -> None:
+        self.name = folder / f"node{host.name[-1]}"
+        self.name.mkdir(parents=True, exist_ok=True)
+        options = (*options, "--output-dir", str(folder / "run"))
+        with open(self.name / "out", "w") as out:
+            super().__init__(host.command(*command), self.name, *options, stdout=out, **environment)
+
+    def output(self) -> str:
+        return (self.name / "out").read_text()
+
+
+@contextlib.contextmanager
+def job(hosts: tuple[Host, ...], folder: Path, commands: list[list[str]], *options: str, **environment: str) -> Iterator[list[Node]]:
+    """Launches on the hosts, both writing to one folder, as on a shared file system."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Node(host, folder, command, *options, **environment)) for host, command in zip(hosts, commands)]
+
+
+def spawn(address: str, rank: int) -> list[str]:
+    command = ["bash", str(ROOT / "run.sh"), "spawn", "1", "--nnodes", "2", "--node-rank", str(rank)]
+    return [*command, "--dist-url", f"tcp://{address}:{PORT}"]

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 import torch
 from harness import deviation, rank_of_run, run_processes, single_run
 from launches import ROOT, TASKS, Launch, free_port, listening, send
-from nodes import two_hosts
+from nodes import PORT, job, spawn, two_hosts
 from pitfalls import BASE, stop_after
 from test_pitfalls_01_14 import spawn_launcher
 
@@ -23,7 +24,6 @@ import checkpoint
 import common
 import launch
 
-PORT = 29500  # each pair of hosts has its own
 GATED = (*BASE, "--task", str(TASKS / "gate.py"), "--timeout", "10")
 
 
@@ -43,32 +43,6 @@ def elastic(address, rank):
 def run_sh(address, rank, port=PORT):
     command = ["bash", str(ROOT / "run.sh"), "ddp", "1", "--nnodes", "2", "--node-rank", str(rank)]
     return [*command, "--master-addr", address, "--master-port", str(port)]
-
-
-def spawn(address, rank):
-    command = ["bash", str(ROOT / "run.sh"), "spawn", "1", "--nnodes", "2", "--node-rank", str(rank)]
-    return [*command, "--dist-url", f"tcp://{address}:{PORT}"]
-
-
-class Node(Launch):
-    """A launch on one host, whose output goes into a file."""
-
-    def __init__(self, host, folder, command, *options, **environment):
-        self.name = folder / f"node{host.name[-1]}"
-        self.name.mkdir(parents=True, exist_ok=True)
-        options = (*options, "--output-dir", str(folder / "run"))
-        with open(self.name / "out", "w") as out:
-            super().__init__(host.command(*command), self.name, *options, stdout=out, **environment)
-
-    def output(self):
-        return (self.name / "out").read_text()
-
-
-@contextlib.contextmanager
-def job(hosts, folder, commands, *options, **environment):
-    """Launches on the hosts, both writing to one folder, as on a shared file system."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(Node(host, folder, command, *options, **environment)) for host, command in zip(hosts, commands)]
 
 
 @contextlib.contextmanager
@@ -120,6 +94,7 @@ def test_lost_node_ends_the_job_which_goes_on_later(launcher, how, tmp_path):
     """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
     with two_hosts(own_names=False) as hosts:
         commands = [{"run_sh": run_sh, "spawn": spawn}[launcher](hosts[0].address, rank) for rank in (0, 1)]
+        commands[1] = ["env", f"PYTHONPATH={clock_ahead(tmp_path / 'clock')}", *commands[1]]
         with at_the_gate(hosts, tmp_path, commands) as (nodes, gate):
             if how == "killed":  # the kernel of the node is still there to say it
                 send(nodes[1].processes(), signal.SIGKILL)
@@ -131,10 +106,7 @@ def test_lost_node_ends_the_job_which_goes_on_later(launcher, how, tmp_path):
                 assert "start all of them again with --resume auto" in node.errors().splitlines()[-1]
             assert torch.load(tmp_path / "run" / "last.pt")["epoch"] == 1
         hosts[1].join()
-        own = [{}, {"PYTHONPATH": clock_ahead(tmp_path / "clock")}]
-        with contextlib.ExitStack() as stack:
-            options = (*GATED, "--resume", "auto")
-            nodes = [stack.enter_context(Node(hosts[i], tmp_path, commands[i], *options, **own[i])) for i in (0, 1)]
+        with job(hosts, tmp_path, commands, *GATED, "--resume", "auto") as nodes:
             assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
             assert "resumed at epoch 2, step 0" in nodes[0].output()
     assert_is_that_of_one_device(tmp_path)
@@ -295,8 +267,6 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     ],
 )
 def test_several_nodes_are_checked_before_anything_is_started(options, words, tmp_path, monkeypatch):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options, words = (text.format(port=taken.getsockname()[1]) for text in (options, words))
         monkeypatch.setattr(sys, "argv", ["launch.py", "2", *options.split(), *BASE])
