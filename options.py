@@ -31,7 +31,7 @@ RESERVED = {"loss", "count", "event", "epoch", "global_step"}  # what else stand
 class UsageError(Exception):
     """The user asked for something that cannot work; the message names the option, what was given and what would work. Exit code 2."""
 
-    by_all = False  # whether every rank raises it: then rank 0 speaks for all
+    by_all = False  # whether every rank raises it: then the first rank of each node speaks for all of them
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(str(message).splitlines()))  # one line, however many an error has that it quotes

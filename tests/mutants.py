@@ -714,8 +714,8 @@ mutant("worker: large tensors by value", "loading", "if tensor.nbytes <= BY_VALU
 mutant("powersgd: buckets overtake one another", "common", "(future := powerSGD_hook.powerSGD_hook(state, bucket)).wait()",
        "future = powerSGD_hook.powerSGD_hook(state, bucket)",
        f"{NEW}buckets_that_powersgd_sends_do_not_overtake_one_another")
-# ------------------------------------------------------------------------------------------------------------- several nodes
 
+# ------------------------------------------------------------------------------------------------------------- several nodes
 TOLD, LOST_NODE = "nodes::test_ranks_that_mean_different_runs_are_told", "nodes::test_lost_node_ends_the_job_which_goes_on_later"
 SEVERAL = "nodes::test_several_nodes_are_checked_before_anything_is_started"
 mutant("nodes: ranks are not compared", "checkpoint", "        check_agreement(args, sampler.length, val_sampler.length, device)\n", "",
