@@ -41,7 +41,8 @@ import torch.multiprocessing as mp
 from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args, parse_nodes
 
 AGAIN = "start all of them again with --resume auto"
-ADVICE = "is every node started, as many as there should be, with the address and port of the first, and no firewall between them?"
+ADVICE = "is every node started, each with its own --node-rank, all with the address and port of the first, and no firewall between them?"
+ADVICE += " What do their terminals say?"
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
 ENDING = threading.Lock()  # held, for good, by the thread that answers the signal which ends this process
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
@@ -217,6 +218,12 @@ def check_address(option: str, host: str, port: int, node_rank: int, nnodes: int
         raise UsageError(f"{option}: cannot listen on port {port} ({error.strerror}); choose another one, on all nodes") from error
 
 
+def say_where_nodes_meet(node_rank: int, nnodes: int, place: str) -> None:
+    """The only line of all nodes but the first, if all goes well."""
+    if nnodes > 1:
+        print(f"node {node_rank} of {nnodes} meets the others at {place}", flush=True)
+
+
 @contextlib.contextmanager
 def meeting_place(args: argparse.Namespace) -> Iterator[str]:
     """Where spawned processes meet: at `--dist-url`, or on one machine in a new file, so that nothing listens to the network.
@@ -227,6 +234,7 @@ def meeting_place(args: argparse.Namespace) -> Iterator[str]:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if args.dist_url:
         use_interface_to(urlsplit(args.dist_url).hostname)
+        say_where_nodes_meet(args.node_rank, args.nnodes, args.dist_url)
         yield args.dist_url
         return
     stay_on_this_machine()
@@ -415,8 +423,7 @@ def main() -> int:
         check_address(f"--master-addr {nodes.master_addr}", nodes.master_addr, nodes.master_port, nodes.node_rank, nodes.nnodes)
     args = parse_args("ddp", argv, devices * nodes.nnodes, devices)
     check_run(args)  # here, before any process is started
-    if nodes.nnodes > 1:
-        print(f"node {nodes.node_rank} of {nodes.nnodes} meets the others at {nodes.master_addr}:{nodes.master_port}", flush=True)
+    say_where_nodes_meet(nodes.node_rank, nodes.nnodes, f"{nodes.master_addr}:{nodes.master_port}")
     return torchrun(devices, argv, nodes, args.timeout)
 
 

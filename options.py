@@ -181,7 +181,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
         text = "processes on this machine (default: all accelerators, or 2 on CPU)"
         group.add_argument("--nproc", type=positive, action=Once, metavar="N", help=text)
         group.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines")
-        group.add_argument("--node-rank", type=whole, default=0, metavar="N", help="number of this machine")
+        group.add_argument("--node-rank", type=whole, metavar="N", help="number of this machine, from 0; needed if there are several")
         group.add_argument("--dist-url", type=filled, metavar="tcp://HOST:PORT", help="where the machine with --node-rank 0 listens")
 
     group = parser.add_argument_group("run")
@@ -255,6 +255,10 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         )
     if mode == "spawn" and args.nnodes > 1 and not args.dist_url:
         raise UsageError(f"--nnodes {args.nnodes} needs --dist-url tcp://HOST:PORT, the address of the machine with --node-rank 0")
+    if mode == "spawn" and args.nnodes > 1 and args.node_rank is None:
+        raise UsageError(f"--nnodes {args.nnodes} needs --node-rank, which counts the machines from 0")
+    if mode == "spawn":
+        args.node_rank = args.node_rank or 0
     if mode == "spawn" and args.dist_url:
         address = re.fullmatch(r"tcp://[^:/]+:([0-9]{1,5})", args.dist_url)
         if not address or not 1 <= int(address[1]) <= 65535:

@@ -2,6 +2,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "tasks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps the files of failed tests
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="train-tests-")  # a process that is killed leaves files
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +38,5 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    harness = sys.modules.get("harness")
-    if harness and harness.scratch_folder.cache_info().currsize:
-        shutil.rmtree(harness.scratch_folder(), ignore_errors=True)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)

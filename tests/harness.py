@@ -188,19 +188,13 @@ def train(mode: str, n: int, *argv: str, folder: Path, steps: int = 1, patch: Ca
 @functools.cache
 def undisturbed(mode: str, n: int, *argv: str, steps: int = 1) -> Result:
     """The run of a command line, made once in a test process: what others are compared with."""
-    result = train(mode, n, *argv, folder=Path(tempfile.mkdtemp(prefix="reference-", dir=scratch_folder())), steps=steps)
+    result = train(mode, n, *argv, folder=Path(tempfile.mkdtemp(prefix="reference-")), steps=steps)
     assert result.code == 0, result.err
     return result
 
 
 def single_run(*argv: str, steps: int = 1) -> Result:
     return undisturbed("single", 1, *argv, steps=steps)
-
-
-@functools.cache
-def scratch_folder() -> str:
-    """A folder that goes with this test process (see conftest.py)."""
-    return tempfile.mkdtemp(prefix="train-tests-")
 
 
 def deviation(value: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:

@@ -754,6 +754,9 @@ mutant("nodes: a lost node is not called so", "launch",
 mutant("nodes: only the first node says why", "launch",
        '(not by_all or int(os.environ.get("LOCAL_RANK", 0)) == 0)', "(not by_all or is_rank0())",
        "nodes::test_each_node_says_why_it_ends")
+mutant("nodes: a node without a number is the first", "options", "args.nnodes > 1 and args.node_rank is None", "False", REFUSED)
+mutant("nodes: a node waits in silence", "launch", "        say_where_nodes_meet(args.node_rank, args.nnodes, args.dist_url)\n", "",
+       "pitfalls_29_42::test_pitfall_40_two_launchers_are_one_job")
 mutant("nodes: any address is the first node's", "launch", "        if node_rank == 0:\n", "        if False:\n",
        SEVERAL, "nodes::test_url_of_the_first_node_is_checked_too")
 mutant("nodes: --master-addr is not checked", "launch", "    if nodes.nnodes > 1:\n        check", "    if False:\n        check", SEVERAL)

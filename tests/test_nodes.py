@@ -304,7 +304,7 @@ def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capsys):
         common.exit_code(init)  # one process, which meets nobody: an error of its own
     monkeypatch.setenv("RANK", "0")
     assert common.exit_code(init) == 1
-    assert "no firewall between them? (Gloo connectFullMesh failed" in capsys.readouterr().err.splitlines()[-1]
+    assert "What do their terminals say? (Gloo connectFullMesh failed" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.long

@@ -482,8 +482,9 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
 
     argv = [*BASE, "--nproc", "1", "--nnodes", "2", "--dist-url", f"tcp://127.0.0.1:{port}", "--output-dir", str(tmp_path / "spawn")]
     nodes = [functools.partial(spawn_launcher, [*argv, "--node-rank", str(rank)]) for rank in (0, 1)]
-    for code, _, err in run_processes(nodes, tmp_path):
+    for rank, (code, out, err) in enumerate(run_processes(nodes, tmp_path)):
         assert code == 0, err
+        assert f"node {rank} of 2 meets the others at tcp://127.0.0.1:{port}" in out, "who waits says so"
     assert deviation(torch.load(tmp_path / "spawn" / "last.pt")["model"], reference) <= 1e-10
 
 
