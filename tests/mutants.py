@@ -434,7 +434,7 @@ mutant("slurm: cores of other jobs", "common", 'int(os.environ.get("SLURM_CPUS_O
 mutant("launch: a fixed place to meet", "launch", 'yield f"file://{folder}/ranks"', 'yield f"file://{os.getcwd()}/ranks"',
        MANY + "15_two_jobs_on_one_machine")
 mutant("launch: unknown host waited for", "launch", "found = socket.getaddrinfo(host, None)[0][4][0]", 'found = ""',
-       f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://no-such-host.invalid:29500]")
+       f"{REFUSED}[spawn-2 --nnodes 2 --node-rank 0 --dist-url tcp://no-such-host.invalid:29500]")
 mutant("launch: a dead rank is success", "launch", 'return 1, "process {} left', 'return 0, "process {} left',
        ONE + "06_dead_rank_ends_the_job[exits 1]")
 mutant("launch: a killed rank has no code of its own", "launch", "(128 - codes[rank] if -codes[rank] in SIGNALS else 1)",

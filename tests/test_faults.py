@@ -111,6 +111,7 @@ def test_failure_ends_the_run_and_the_resumed_one_is_the_same(mode, fault, cause
     assert_same(resumed, reference or train(mode, n, *SMALL, folder=tmp_path / "straight"))
 
 
+@pytest.mark.long
 def test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies(tmp_path):
     values = {"FAULT": "dies with 1", "FAULT_AT": faults.sample_at(1, 50), "FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
     with Launch(["bash", "run.sh", "ddp", "2"], tmp_path, *map(str, SMALL), **values) as launch:

@@ -55,6 +55,7 @@ def test_ctrl_c_ends_the_import_of_torch(script, tmp_path):
         assert (launch.end(), launch.errors()) == (130, "")
 
 
+@pytest.mark.long
 def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
     with Launch(LAUNCHES["ddp"], tmp_path) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
@@ -95,6 +96,7 @@ def test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback(tm
         assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\nfrom small import *\nfrom small import build_model as build\n"
