@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
+import ctypes
 import fcntl
 import fnmatch
 import math
@@ -73,6 +74,7 @@ def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
     if device_type == "cpu":
+        keep_freed_memory()
         if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
             cores, processes = len(os.sched_getaffinity(0)), getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)))
@@ -81,6 +83,14 @@ def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each of its tasks one device alone
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: the memory of the gradients would go back to the system in every step, to come again page by page."""
+    with contextlib.suppress(AttributeError):  # of another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD, in bytes
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that it takes
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:

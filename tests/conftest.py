@@ -1,3 +1,4 @@
+import atexit
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps the files of failed tests
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="train-tests-")  # a process that is killed leaves files
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,8 +37,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the scripts have changed when they were imported
-
-
-def pytest_sessionfinish() -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)

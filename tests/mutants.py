@@ -259,6 +259,8 @@ mutant("optimizer: --weight-decay of AdamW ignored", "common", "betas=(args.mome
        "betas=(args.momentum, 0.999)", "survivors::test_optimizer_has_what_the_options_say")
 mutant("optimizer: --weight-decay of SGD ignored", "common", "args.momentum, weight_decay=args.weight_decay", "args.momentum",
        "survivors::test_optimizer_has_what_the_options_say")
+mutant("memory: what is freed goes back to the system", "common", "        mallopt(-1, 2**30)", "        0 and mallopt(-1, 2**30)",
+       "data_and_models::test_memory_of_the_gradients_is_kept_from_step_to_step")
 mutant("optimizer: --nesterov ignored", "common", "nesterov=args.nesterov, ", "", "survivors::test_optimizer_has_what_the_options_say")
 mutant("optimizer: momentum not initialised", "common", "for parameter in parameters if args.momentum else ():", "for parameter in ():",
        "training_math::test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum")
