@@ -417,7 +417,7 @@ mutant("launch: ranks without a launcher do not save", "checkpoint", "end_with_p
 mutant("launch: a Python that starts meets Ctrl-C", "launch", "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n", "",
        "signals::test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback")
 mutant("launch: a rank that is left by one that was stopped complains", "launch", "if lost and end and Path(end).exists():", "if False:",
-       "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing")
+       "endings::test_rank_that_is_left_by_one_that_was_stopped_leaves_in_silence")
 mutant("launch: a signal before training is a failure", "launch",
        '"LAUNCH_END_FILE" not in os.environ or number != signal.SIGTERM:', '"LAUNCH_END_FILE" not in os.environ:',
        "signals::test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing")

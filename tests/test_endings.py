@@ -255,6 +255,22 @@ def test_rank_started_again_after_a_deliberate_end_does_nothing(tmp_path, monkey
     assert common.exit_code(functools.partial(pytest.fail, "it ran")) == 0
 
 
+def lose_the_rank_that_was_stopped(end):
+    """Be a rank of `run.sh ddp` that waits for one which was told to stop, and said so, before training."""
+    os.environ["LAUNCH_END_FILE"] = end
+
+    def main():
+        launch.announce_end(130, "stopped by SIGINT with nothing to save", by_all=False)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+
+    sys.exit(launch.exit_code(main))
+
+
+def test_rank_that_is_left_by_one_that_was_stopped_leaves_in_silence(tmp_path):
+    ((code, out, err),) = run_processes([functools.partial(lose_the_rank_that_was_stopped, str(tmp_path / "end"))], tmp_path)
+    assert (code, out, err) == (1, "", "")
+
+
 # ---------------------------------------------------------------------------------------------------------- what a checkpoint is
 
 

@@ -129,9 +129,8 @@ def hide_files_from_rank_1(rank):
         checkpoint.load_checkpoint = missing
 
 
-def stop_and_save_slowly(rank):
-    """A stop that rank 0, on a slow disk, takes long to save for; print when it has saved, and when each rank leaves."""
-    stop_after(3, rank)
+def save_slowly(rank):
+    """Rank 0 has a slow disk; print when it has saved, and when each rank leaves."""
     save, destroy = checkpoint.save_checkpoint, dist.destroy_process_group
 
     def slow_save(*arguments):
@@ -141,6 +140,11 @@ def stop_and_save_slowly(rank):
 
     checkpoint.save_checkpoint = slow_save
     dist.destroy_process_group = lambda: (print("left", time.monotonic()), destroy())
+
+
+def stop_and_save_slowly(rank):
+    stop_after(3, rank)
+    save_slowly(rank)
 
 
 def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
@@ -157,9 +161,10 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
         second = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path)
     assert second.code == 2 and "another run is writing there" in second.err
 
-    slow = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "slow", patch=stop_and_save_slowly)
-    assert slow.code == 143
-    assert min(printed(slow.out, "left")) > max(printed(slow.out, "saved"))  # a launcher ends the rest when one rank leaves with a code
+    for code, patch in ((143, stop_and_save_slowly), (0, save_slowly)):
+        slow = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / f"slow-{code}", patch=patch)
+        assert slow.code == code
+        assert min(printed(slow.out, "left")) > max(printed(slow.out, "saved"))  # a launcher ends the rest when one leaves with a code
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 32
