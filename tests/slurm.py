@@ -145,7 +145,7 @@ def keep() -> None:
     """Run the daemons until stdin is closed, and then end all that belongs to them: a daemon that is killed leaves its jobs behind."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a Ctrl-C is for the process at the other end of stdin
         signal.signal(number, signal.SIG_IGN)
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not under pytest's folder: the name of a socket has at most 107 letters
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge wants its socket where all users can go, in 107 letters
     try:
         start_daemons(folder)
         print(folder, flush=True)
