@@ -671,7 +671,7 @@ def print_page_faults(rank):
 def test_memory_of_the_gradients_is_kept_from_step_to_step(mode, n, tmp_path):
     """They are freed in every step, 20 MB here. If they went back to the system, their 5,000 pages would be missed in the next."""
     (tmp_path / "wide.py").write_text(WIDE)
-    argv = ("--task", tmp_path / "wide.py", "--epochs", "1", "--batch-size", "16")
+    argv = ("--task", tmp_path / "wide.py", "--epochs", "1", "--batch-size", "16", "--device", "cpu")
     result = train(mode, n, *argv, folder=tmp_path / "run", patch=print_page_faults)
     assert result.code == 0, result.err
     faults = [after - before for before, after in itertools.pairwise(printed(result.out, "faults"))]
