@@ -318,12 +318,9 @@ class Scaler(torch.amp.GradScaler):
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
         kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # of two types
-        found = [[buffer for name, buffer in net.named_buffers() if name.endswith(kind)] for kind in kinds]
+        found = [[buffer.view(-1) for name, buffer in net.named_buffers() if name.endswith(kind)] for kind in kinds]
         self.statistics = [buffers for buffers in found if buffers]
-        self._keep_statistics()
-
-    def _keep_statistics(self) -> None:
-        self.kept = [torch.cat([buffer.flatten() for buffer in buffers]) for buffers in self.statistics]
+        self.kept = [torch.cat(buffers) for buffers in self.statistics]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Divide the gradient by the scale and return its norm, a 0-d tensor on the device."""
@@ -340,10 +337,9 @@ class Scaler(torch.amp.GradScaler):
         bad = (torch.stack(found).sum() > 0).float()
         self.skipped += bad
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, (self.in_a_row + bad) * bad, self.in_a_row)
-        for i, buffers in enumerate(self.statistics):
-            self.kept[i] = torch.where(bad > 0, self.kept[i], torch.cat([buffer.flatten() for buffer in buffers]))
-            pieces = self.kept[i].split([buffer.numel() for buffer in buffers])
-            torch._foreach_copy_(buffers, [piece.view_as(buffer) for piece, buffer in zip(pieces, buffers)])
+        for buffers, kept in zip(self.statistics, self.kept):
+            torch.where(bad > 0, kept, torch.cat(buffers), out=kept)
+            torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
         super().update(self.fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -353,7 +349,8 @@ class Scaler(torch.amp.GradScaler):
         super().load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
-        self._keep_statistics()  # of the network, which was restored before
+        for buffers, kept in zip(self.statistics, self.kept):
+            torch.cat(buffers, out=kept)  # of the network, which was restored before
 
 
 def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:

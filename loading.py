@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from options import UsageError, leave_signals_to_parent
 
-BY_VALUE = 2**14  # bytes; with more, two workers could fill the pipe that they share
+BY_VALUE = 2**19  # bytes, up to which copying a tensor through a pipe is cheaper than sharing its memory
 
 
 def mix(*parts: Any) -> Any:

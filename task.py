@@ -38,6 +38,7 @@ DATASETS = {
     "imagefolder": (3, 224, None, (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)),
     "synthetic": (3, 224, 1000, (127.5, 127.5, 127.5), (73.6, 73.6, 73.6)),
 }
+TOGETHER = 16  # image files that are decoded in one call, whose own cost is a quarter of that of a small image
 TORCHVISION_CLASS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 
 
@@ -176,31 +177,35 @@ class ImageFiles(Dataset):
         return images[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = torch.stack([self._image(index) for index in indices])
+        images = []
+        for start in range(0, len(indices), TOGETHER):
+            some = indices[start : start + TOGETHER]
+            images += map(self._fit, some, read_images(self.paths[some].tolist()))
+        images = torch.stack(images)
         if self.small and self.training:
             draws = common.keyed_uniform(self.seed, self.epoch, np.asarray(indices), 3)
             images = shift_and_flip(windows_of(images, self.frame[0] // 8), np.arange(len(indices)), draws, flip=True)
         return images, self.targets[indices]
 
-    def _image(self, index: int) -> Tensor:
-        image = read_image(os.fsdecode(self.paths[index]))
+    def _fit(self, index: int, image: Tensor) -> Tensor:
         if self.small and image.shape[1:] == self.frame:
             return image
         torch.default_generator.manual_seed(common.mix(self.seed, self.epoch, index))
         return self.transform(image)
 
 
-def read_image(path: str) -> Tensor:
-    """Decode an image file to uint8 [3, H, W]. Raises OSError, naming it, if it is broken."""
+def read_images(paths: list[str | bytes]) -> list[Tensor]:
+    """Decode image files to uint8 [3, H, W] each. Raises OSError, naming the file, if one is broken."""
     try:
-        with open(path, "rb", buffering=0) as file:  # twice as fast as torchvision's own reading
-            data = file.read()
-        if data.startswith(b"\xff\xd8"):  # JPEG: twice as fast as PIL; a damaged PNG would kill the process
-            from torchvision.io import decode_jpeg
+        return decode_jpegs(paths)
+    except Exception:  # one is of another kind, or broken: what the others become must not depend on it
+        return [read_image(path) for path in paths]
 
-            return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-    except Exception:  # PIL can perhaps read it, and says better what is wrong
-        pass
+
+def read_image(path: str | bytes) -> Tensor:
+    """Decode one image file to uint8 [3, H, W]. Raises OSError, naming it, if it is broken."""
+    with contextlib.suppress(Exception):  # PIL can perhaps read it, and says better what is wrong
+        return decode_jpegs([path])[0]
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -210,7 +215,20 @@ def read_image(path: str) -> Tensor:
                 image = image.point(lambda value: value * (1 / 256)).convert("L")
             return pil_to_tensor(image.convert("RGB"))
     except Exception as error:  # PIL raises almost anything
-        raise OSError(f"{path}: {error}") from None
+        raise OSError(f"{os.fsdecode(path)}: {error}") from None
+
+
+def decode_jpegs(paths: list[str | bytes]) -> list[Tensor]:
+    """Decode JPEG files to uint8 [3, H, W] each, twice as fast as PIL. Raises almost anything if one is of another kind or broken."""
+    from torchvision.io import decode_jpeg  # not decode_image: a damaged PNG would kill the process
+
+    files = []
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:  # twice as fast as torchvision's own reading
+            files.append(bytearray(file.read()))
+        if not files[-1].startswith(b"\xff\xd8"):
+            raise ValueError("no JPEG file")
+    return decode_jpeg([torch.frombuffer(file, dtype=torch.uint8) for file in files], mode="RGB")
 
 
 class DigitNet(nn.Module):

@@ -531,9 +531,9 @@ mutant("load: a compressed file may fill the memory", "common", "member.compress
        "security::test_compressed_file_is_refused_unread")
 mutant("log: a foreign line ends the run", "checkpoint", "except (ValueError, KeyError, TypeError):", "except ValueError:",
        "checkpoint::test_line_of_another_program_in_the_log_is_cut_off")
-mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, self.kept[i]", "torch.where(bad > 2, self.kept[i]",
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, kept", "torch.where(bad > 2, kept",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
-mutant("scaler: BatchNorm goes back to before the resume", "common", "self._keep_statistics()  # of the network", "pass  # of the network",
+mutant("scaler: BatchNorm goes back to before the resume", "common", "torch.cat(buffers, out=kept)  # of the network", "pass  # of the network",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIPPED_IN_A_ROW,", "self.in_a_row < 99,",
        f"{ENDINGS}ten_skipped_steps_in_a_row_are_remembered")
@@ -542,7 +542,7 @@ mutant("data: --skip-corrupt ignored", "loading", "if not self.skip_corrupt:", "
 mutant("data: the replacement is drawn as the broken one", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))",
        "torch.default_generator.manual_seed(mix(self.seed, epoch, first))",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
-mutant("data: a broken file is not named", "task", 'raise OSError(f"{path}: {error}") from None', "raise",
+mutant("data: a broken file is not named", "task", 'raise OSError(f"{os.fsdecode(path)}: {error}") from None', "raise",
        f"{ENDINGS}broken_image_file_is_named")
 mutant("workers: start when the ranks have met", "loading", "        iter(loader)\n", "        pass\n",
        f"{ENDINGS}workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")
@@ -701,6 +701,10 @@ mutant("weights: NaN accepted", "common", "    if bad := [name for name, value i
        f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
 mutant("image: the lower byte of sixteen bits", "task", 'image.mode.startswith("I")', "False",
        f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
+JPEGS = f"{NEW}jpeg_files_are_decoded_together_and_each_as_if_alone"
+mutant("images: decoded one by one", "task", "TOGETHER = 16", "TOGETHER = 1", JPEGS)
+mutant("images: a whole batch in memory, decoded and as it was", "task", "TOGETHER = 16", "TOGETHER = 999", JPEGS)
+mutant("images: one of another kind ends the run", "task", "except Exception:  # one is of another kind", "except KeyError:  #", JPEGS)
 mutant("data: a broken image in a batch ends the run", "loading", "        except OSError:\n            readable",
        "        except KeyError:\n            readable",
        f"{NEW}broken_image_is_named_or_replaced_in_a_whole_batch_too")

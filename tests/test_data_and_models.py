@@ -8,6 +8,8 @@ import os
 import random
 import re
 import resource
+import subprocess
+import sys
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import TASKS, check, compare, deviation, make_args, make_sampler, run_processes, single_run, train
+from harness import ROOT, TASKS, check, compare, deviation, make_args, make_sampler, run_processes, single_run, train
 from pitfalls import BASE, in_process, printed, stop_after, without_speed
 from torch import nn
 from torch.optim.swa_utils import update_bn
@@ -190,6 +192,37 @@ def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
     film = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
     film[0].save(tmp_path / "film.gif", save_all=True, append_images=film[1:])
     assert task.read_image(str(tmp_path / "film.gif")).shape == (3, 4, 4), "its first image"
+
+
+def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypatch):
+    """A call of torchvision's decoder costs a quarter of decoding a small image; a broken one must not change its neighbours."""
+    import torchvision
+    from torchvision.io import write_jpeg
+
+    paths = [str(tmp_path / f"{i:02}.jpg") for i in range(40)]
+    for path in paths:
+        write_jpeg(torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8), path)
+    sizes, decode_jpeg = [], torchvision.io.decode_jpeg
+
+    def counted(files, mode):
+        sizes.append(len(files))
+        return decode_jpeg(files, mode)
+
+    dataset = task.ImageFiles([(path, i) for i, path in enumerate(paths)], 16, training=False, seed=0)
+    alone = [task.read_image(path) for path in paths]
+    assert len({image.numpy().tobytes() for image in alone}) == 40
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", counted)
+    images, targets = dataset.__getitems__([*range(39, -1, -1)])
+    assert images.equal(torch.stack(alone[::-1])) and targets.tolist() == [*range(39, -1, -1)]
+    assert sizes == [16, 16, 8], "and no more at a time: photographs would fill the memory"
+
+    content = Path(paths[3]).read_bytes()
+    Path(paths[3]).write_bytes(content[: len(content) // 2])
+    with pytest.raises(OSError, match=r"03\.jpg: "):
+        dataset.__getitems__([2, 3])
+    torchvision.io.write_png(alone[7], paths[5])
+    images, _ = dataset.__getitems__([4, 5, 6])
+    assert images.equal(torch.stack([alone[4], alone[7], alone[6]])), "of two kinds"
 
 
 def test_damaged_png_is_an_error_and_not_the_end_of_the_process(tmp_path):
@@ -687,7 +720,7 @@ class ManyKinds(Labelled):
     def __getitems__(self, indices):
         number, flags, half = torch.tensor(3.5, dtype=torch.float64), torch.tensor([True, False]), torch.ones(4, dtype=torch.bfloat16)
         small = {"labels": torch.arange(10), "none": torch.empty(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
-        return {**small, "number": number, "flags": flags, "half": half, "large": torch.arange(10_000)}
+        return {**small, "number": number, "flags": flags, "half": half, "large": torch.arange(100_000)}
 
 
 def test_small_tensors_of_a_worker_come_by_value():
@@ -697,6 +730,50 @@ def test_small_tensors_of_a_worker_come_by_value():
         assert batch[name].dtype == tensor.dtype and batch[name].equal(tensor), name
         assert batch[name].is_shared() == (name in ("large", "half")), name
         assert batch[name].data_ptr() % 64 == 0, "as torch allocates it: the last bit of a product may depend on that"
+
+
+HALF_WAY = """
+import os, signal, sys, termios, threading
+from array import array
+from fcntl import ioctl
+from multiprocessing import active_children
+import torch
+import common
+from harness import make_args, make_sampler
+
+class Large:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return torch.full((400_000,), index, dtype=torch.uint8)
+
+def waiting():
+    ioctl(loader._iterator._worker_result_queue._reader.fileno(), termios.FIONREAD, number := array("i", [0]))
+    return number[0]
+
+loader = common.build_loader(make_args("single", "--workers", "1"), Large(), make_sampler(100, 1), torch.device("cpu"))
+batches, (worker,) = iter(loader), active_children()
+assert not next(batches).is_shared()
+while waiting() < 60_000:  # the next batch fills the pipe, of 64 KiB, and the rest of it has to wait
+    pass
+os.kill(worker.pid, signal.SIGSTOP)
+
+def kill():
+    while waiting():  # until the main process has taken what is there, and waits for the rest
+        pass
+    os.kill(worker.pid, signal.SIGKILL)
+
+threading.Thread(target=kill).start()
+next(batches)
+"""
+
+
+def test_worker_that_is_killed_half_way_through_a_batch_ends_the_run():
+    """A batch by value does not fit into the pipe: who takes it waits for the rest, which never comes."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    result = subprocess.run([sys.executable, "-c", HALF_WAY], env=environment, capture_output=True, text=True, timeout=40)
+    assert result.returncode == 1 and "DataLoader worker" in result.stderr and "killed by signal: Killed" in result.stderr, result.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------- sent in small pieces
