@@ -89,8 +89,8 @@ def keep_freed_memory() -> None:
     """Let glibc keep what is freed: the memory of the gradients would go back to the system in every step, to come again page by page."""
     with contextlib.suppress(AttributeError):  # of another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD, in bytes
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the largest that it takes
+        if mallopt(-3, 2**25):  # M_MMAP_THRESHOLD, in bytes, the largest that it takes; without it the other one would harm
+            mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:

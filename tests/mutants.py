@@ -533,7 +533,7 @@ mutant("log: a foreign line ends the run", "checkpoint", "except (ValueError, Ke
        "checkpoint::test_line_of_another_program_in_the_log_is_cut_off")
 mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, kept", "torch.where(bad > 2, kept",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
-mutant("scaler: BatchNorm goes back to before the resume", "common", "torch.cat(buffers, out=kept)  # of the network", "pass  # of the network",
+mutant("scaler: BatchNorm goes back to before the resume", "common", "torch.cat(buffers, out=kept)  # of the", "pass  #",
        f"{ENDINGS}skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIPPED_IN_A_ROW,", "self.in_a_row < 99,",
        f"{ENDINGS}ten_skipped_steps_in_a_row_are_remembered")
