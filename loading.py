@@ -39,7 +39,7 @@ def mix(*parts: Any) -> Any:
 def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
     """Return float64 [len(indices), draws] in [0, 1), each row a pure function of (seed, epoch, index)."""
     keys = np.asarray(indices).astype(np.uint64)[:, None]
-    bits = mix(np.full_like(keys, mix(seed, epoch)), keys, np.arange(draws, dtype=np.uint64)[None, :])
+    bits = mix(mix(seed, epoch), keys, np.arange(draws, dtype=np.uint64)[None, :])
     return (bits >> np.uint64(11)) * 2.0**-53
 
 

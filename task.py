@@ -87,7 +87,7 @@ class ImagesInMemory(Dataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         index = np.asarray(indices)
         draws = common.keyed_uniform(self.seed, self.epoch, index, 3)
-        return shift_and_flip(self.windows, index, draws, self.flip), self.targets[index]
+        return shift_and_flip(self.windows, index, draws, self.flip), self.targets[torch.from_numpy(index)]
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:

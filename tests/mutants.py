@@ -207,9 +207,9 @@ mutant("augmentation: per-sample seed without the epoch", "loading", "mix(self.s
 mutant("augmentation: per-sample seed without the index", "loading", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, 0)",
        ONE + "08_augmentation_differs_between_workers_and_epochs")
 mutant("augmentation: set_epoch forgotten", "loading", "self.dataset.set_epoch(epoch)", "pass", f"{AUGMENTED}[0-3-0-in memory]")
-mutant("augmentation: draws without the seed", "loading", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(0, epoch))",
+mutant("augmentation: draws without the seed", "loading", "mix(mix(seed, epoch), keys", "mix(mix(0, epoch), keys",
        UNIFORM)
-mutant("augmentation: draws without the epoch", "loading", "np.full_like(keys, mix(seed, epoch))", "np.full_like(keys, mix(seed, 0))",
+mutant("augmentation: draws without the epoch", "loading", "mix(mix(seed, epoch), keys", "mix(mix(seed, 0), keys",
        UNIFORM)
 mutant("augmentation: draws without the index", "loading", "keys, np.arange(draws", "np.zeros_like(keys), np.arange(draws", UNIFORM)
 mutant("loader: workers started anew every epoch", "loading", '{"persistent_workers": True, ', "{",
