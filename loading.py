@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from options import UsageError, leave_signals_to_parent
 
 BY_VALUE = 2**19  # bytes, up to which copying a tensor through a pipe is cheaper than sharing its memory
+FITS_THE_PIPE = 2**14  # bytes; the thread that pins would wait for ever for the rest of a batch whose worker was killed
 
 
 def mix(*parts: Any) -> Any:
@@ -178,11 +179,12 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     workers = args.workers
     if workers is None:
         workers = 0 if getattr(dataset, "in_memory", False) else min(8, torch.get_num_threads())
-    options = {"persistent_workers": True, "worker_init_fn": _begin_worker, "multiprocessing_context": "fork"} if workers else {}
+    pin, options = device.type != "cpu", {}
     if workers:
+        begin = functools.partial(_begin_worker, FITS_THE_PIPE if pin else BY_VALUE)
+        options = {"persistent_workers": True, "worker_init_fn": begin, "multiprocessing_context": "fork"}
         multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
         sampler = _Late(sampler)
-    pin = device.type != "cpu"
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
     if workers:
         iter(loader)
@@ -207,15 +209,15 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _begin_worker(worker: int) -> None:
+def _begin_worker(by_value: int, worker: int) -> None:
     leave_signals_to_parent()
-    ForkingPickler.register(Tensor, _reduce)
+    ForkingPickler.register(Tensor, functools.partial(_reduce, by_value))
 
 
-def _reduce(tensor: Tensor) -> tuple[Any, ...]:
+def _reduce(by_value: int, tensor: Tensor) -> tuple[Any, ...]:
     """Send a small tensor by value: one in shared memory costs whoever takes it a connection to the worker, about a millisecond."""
     with contextlib.suppress(TypeError, RuntimeError):  # of bfloat16, sparse tensors and some others numpy knows nothing
-        if tensor.nbytes <= BY_VALUE:
+        if tensor.nbytes <= by_value and tensor.is_contiguous():  # numpy's copy of others has another order in memory
             return torch.tensor, (tensor.numpy(),)
     return reduce_tensor(tensor)
 

@@ -177,9 +177,9 @@ class ImageFiles(Dataset):
         return images[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = []
-        for start in range(0, len(indices), TOGETHER):
-            some = indices[start : start + TOGETHER]
+        images, together = [], TOGETHER if self.small else 1  # photographs would fill the memory
+        for start in range(0, len(indices), together):
+            some = indices[start : start + together]
             images += map(self._fit, some, read_images(self.paths[some].tolist()))
         images = torch.stack(images)
         if self.small and self.training:
@@ -210,7 +210,7 @@ def read_image(path: str | bytes) -> Tensor:
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        with Image.open(path) as image:
+        with Image.open(os.fsdecode(path)) as image:
             if image.mode.startswith("I"):  # sixteen bits of grey, of which PIL would not take the upper eight
                 image = image.point(lambda value: value * (1 / 256)).convert("L")
             return pil_to_tensor(image.convert("RGB"))

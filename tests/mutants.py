@@ -703,7 +703,7 @@ mutant("image: the lower byte of sixteen bits", "task", 'image.mode.startswith("
        f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
 JPEGS = f"{NEW}jpeg_files_are_decoded_together_and_each_as_if_alone"
 mutant("images: decoded one by one", "task", "TOGETHER = 16", "TOGETHER = 1", JPEGS)
-mutant("images: a whole batch in memory, decoded and as it was", "task", "TOGETHER = 16", "TOGETHER = 999", JPEGS)
+mutant("images: a whole batch of photographs in memory", "task", "TOGETHER if self.small else 1", "TOGETHER", JPEGS)
 mutant("images: one of another kind ends the run", "task", "except Exception:  # one is of another kind", "except KeyError:  #", JPEGS)
 mutant("data: a broken image in a batch ends the run", "loading", "        except OSError:\n            readable",
        "        except KeyError:\n            readable",
@@ -713,10 +713,11 @@ mutant("tensorboard: left open", "checkpoint", "            self.writer.close()\
 mutant("tensorboard: any targets are classes", "checkpoint",
        "if all(isinstance(value, Tensor) for value in (outputs, targets)) and outputs",
        "if outputs", f"{NEW}tensorboard_takes_a_task_with_nested_targets")
-mutant("worker: small tensors in shared memory", "loading", "if tensor.nbytes <= BY_VALUE:", "if False:",
-       f"{NEW}small_tensors_of_a_worker_come_by_value")
-mutant("worker: large tensors by value", "loading", "if tensor.nbytes <= BY_VALUE:", "if True:",
-       f"{NEW}small_tensors_of_a_worker_come_by_value")
+BY_VALUE = f"{NEW}small_tensors_of_a_worker_come_by_value"
+mutant("worker: small tensors in shared memory", "loading", "if tensor.nbytes <= by_value and", "if False and", BY_VALUE)
+mutant("worker: large tensors by value", "loading", "if tensor.nbytes <= by_value and", "if", BY_VALUE)
+mutant("worker: by value where a thread pins", "loading", "FITS_THE_PIPE if pin else BY_VALUE", "BY_VALUE", f"{BY_VALUE}[cuda-shared1]")
+mutant("worker: turned tensors are turned back", "loading", " and tensor.is_contiguous():", ":", BY_VALUE)
 mutant("powersgd: buckets overtake one another", "common", "(future := powerSGD_hook.powerSGD_hook(state, bucket)).wait()",
        "future = powerSGD_hook.powerSGD_hook(state, bucket)",
        f"{NEW}buckets_that_powersgd_sends_do_not_overtake_one_another")

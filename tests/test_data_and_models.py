@@ -208,13 +208,16 @@ def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypa
         sizes.append(len(files))
         return decode_jpeg(files, mode)
 
-    dataset = task.ImageFiles([(path, i) for i, path in enumerate(paths)], 16, training=False, seed=0)
+    dataset = task.ImageFiles(list(zip(paths, range(40))), 16, training=False, seed=0)
     alone = [task.read_image(path) for path in paths]
     assert len({image.numpy().tobytes() for image in alone}) == 40
     monkeypatch.setattr(torchvision.io, "decode_jpeg", counted)
     images, targets = dataset.__getitems__([*range(39, -1, -1)])
     assert images.equal(torch.stack(alone[::-1])) and targets.tolist() == [*range(39, -1, -1)]
-    assert sizes == [16, 16, 8], "and no more at a time: photographs would fill the memory"
+    assert sizes == [16, 16, 8]
+    sizes.clear()
+    task.ImageFiles(list(zip(paths, range(40))), 64, training=False, seed=0).__getitems__([3, 2, 1])
+    assert sizes == [1, 1, 1], "photographs would fill the memory"
 
     content = Path(paths[3]).read_bytes()
     Path(paths[3]).write_bytes(content[: len(content) // 2])
@@ -720,22 +723,25 @@ class ManyKinds(Labelled):
     def __getitems__(self, indices):
         number, flags, half = torch.tensor(3.5, dtype=torch.float64), torch.tensor([True, False]), torch.ones(4, dtype=torch.bfloat16)
         small = {"labels": torch.arange(10), "none": torch.empty(0, 3), "turned": torch.arange(6.0).view(2, 3).T}
-        return {**small, "number": number, "flags": flags, "half": half, "large": torch.arange(100_000)}
+        return {**small, "number": number, "flags": flags, "half": half, "many": torch.arange(10_000), "large": torch.arange(100_000)}
 
 
-def test_small_tensors_of_a_worker_come_by_value():
-    """One in shared memory costs the main process a connection to the worker."""
-    (batch,) = common.build_loader(make_args("single", "--workers", "1"), ManyKinds(), make_sampler(4, 4), torch.device("cpu"))
+@pytest.mark.parametrize(("device", "shared"), [("cpu", {"large", "half", "turned"}), ("cuda", {"large", "half", "turned", "many"})])
+def test_small_tensors_of_a_worker_come_by_value(device, shared, monkeypatch):
+    """One in shared memory costs the main process a connection to the worker; but the thread that pins must not have to wait for a rest."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # to pin is to copy, which would hide how they came
+    (batch,) = common.build_loader(make_args("single", "--workers", "1"), ManyKinds(), make_sampler(4, 4), torch.device(device))
     for name, tensor in ManyKinds().__getitems__([]).items():
         assert batch[name].dtype == tensor.dtype and batch[name].equal(tensor), name
-        assert batch[name].is_shared() == (name in ("large", "half")), name
+        assert batch[name].is_shared() == (name in shared), name
+        assert batch[name].stride() == tensor.stride(), name
         assert batch[name].data_ptr() % 64 == 0, "as torch allocates it: the last bit of a product may depend on that"
 
 
 HALF_WAY = """
 import os, signal, sys, termios, threading
 from array import array
-from fcntl import ioctl
+from fcntl import F_GETPIPE_SZ, fcntl, ioctl
 from multiprocessing import active_children
 import torch
 import common
@@ -746,18 +752,20 @@ class Large:
         return 100
 
     def __getitem__(self, index):
-        return torch.full((400_000,), index, dtype=torch.uint8)
+        return [torch.full((400_000,), index, dtype=torch.uint8) for _ in range(8)]  # more than any pipe holds
 
 def waiting():
-    ioctl(loader._iterator._worker_result_queue._reader.fileno(), termios.FIONREAD, number := array("i", [0]))
+    ioctl(pipe, termios.FIONREAD, number := array("i", [0]))
     return number[0]
 
 loader = common.build_loader(make_args("single", "--workers", "1"), Large(), make_sampler(100, 1), torch.device("cpu"))
 batches, (worker,) = iter(loader), active_children()
-assert not next(batches).is_shared()
-while waiting() < 60_000:  # the next batch fills the pipe, of 64 KiB, and the rest of it has to wait
+pipe = loader._iterator._worker_result_queue._reader.fileno()
+assert not any(tensor.is_shared() for tensor in next(batches))
+while waiting() < fcntl(pipe, F_GETPIPE_SZ) // 2:  # the next batch fills the pipe, and the rest of it has to wait
     pass
 os.kill(worker.pid, signal.SIGSTOP)
+os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
 
 def kill():
     while waiting():  # until the main process has taken what is there, and waits for the rest
