@@ -155,7 +155,8 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
         "--clip-grad-norm", type=number(float, 1e-12), metavar="X", help="largest norm of the whole gradient (default: no limit)"
     )
     group.add_argument("--label-smoothing", type=fraction, default=0.1, metavar="X", help="probability given to the wrong classes")
-    group.add_argument("--average", choices=["none", "ema", "swa"], default="none", help="evaluate an average of the weights")
+    text = "evaluate an average of the weights: of all steps, fading (ema), or of the ends of the last quarter's epochs (swa)"
+    group.add_argument("--average", choices=["none", "ema", "swa"], default="none", help=text)
 
     group = parser.add_argument_group("speed and precision")
     group.add_argument("--amp", choices=["off", "bf16", "fp16"], default="off", help="automatic mixed precision")
