@@ -38,7 +38,6 @@ DATASETS = {
     "imagefolder": (3, 224, None, (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)),
     "synthetic": (3, 224, 1000, (127.5, 127.5, 127.5), (73.6, 73.6, 73.6)),
 }
-TOGETHER = 16  # image files that are decoded in one call, whose own cost is a quarter of that of a small image
 TORCHVISION_CLASS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 
 
@@ -177,11 +176,9 @@ class ImageFiles(Dataset):
         return images[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images, together = [], TOGETHER if self.small else 1  # photographs would fill the memory
-        for start in range(0, len(indices), together):
-            some = indices[start : start + together]
-            images += map(self._fit, some, read_images(self.paths[some].tolist()))
-        images = torch.stack(images)
+        step = 16 if self.small else 1  # a call costs a quarter of decoding a small image; but photographs would fill the memory
+        groups = (indices[start : start + step] for start in range(0, len(indices), step))
+        images = torch.stack([self._fit(*pair) for group in groups for pair in zip(group, read_images(self.paths[group].tolist()))])
         if self.small and self.training:
             draws = common.keyed_uniform(self.seed, self.epoch, np.asarray(indices), 3)
             images = shift_and_flip(windows_of(images, self.frame[0] // 8), np.arange(len(indices)), draws, flip=True)
@@ -196,39 +193,28 @@ class ImageFiles(Dataset):
 
 def read_images(paths: list[str | bytes]) -> list[Tensor]:
     """Decode image files to uint8 [3, H, W] each. Raises OSError, naming the file, if one is broken."""
-    try:
-        return decode_jpegs(paths)
-    except Exception:  # one is of another kind, or broken: what the others become must not depend on it
-        return [read_image(path) for path in paths]
+    with contextlib.suppress(Exception):  # one is no JPEG, or broken: PIL can perhaps read it, and says better what is wrong
+        from torchvision.io import decode_jpeg  # twice as fast as PIL; not decode_image: a damaged PNG would kill the process
 
-
-def read_image(path: str | bytes) -> Tensor:
-    """Decode one image file to uint8 [3, H, W]. Raises OSError, naming it, if it is broken."""
-    with contextlib.suppress(Exception):  # PIL can perhaps read it, and says better what is wrong
-        return decode_jpegs([path])[0]
+        files = []
+        for path in paths:
+            with open(path, "rb", buffering=0) as file:  # twice as fast as torchvision's own reading
+                files.append(bytearray(file.read()))
+            if not files[-1].startswith(b"\xff\xd8"):
+                raise ValueError("no JPEG")
+        return decode_jpeg([torch.frombuffer(file, dtype=torch.uint8) for file in files], mode="RGB")
+    if len(paths) > 1:  # what the others become must not depend on it
+        return [read_images([path])[0] for path in paths]
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        with Image.open(os.fsdecode(path)) as image:
+        with Image.open(os.fsdecode(paths[0])) as image:
             if image.mode.startswith("I"):  # sixteen bits of grey, of which PIL would not take the upper eight
                 image = image.point(lambda value: value * (1 / 256)).convert("L")
-            return pil_to_tensor(image.convert("RGB"))
+            return [pil_to_tensor(image.convert("RGB"))]
     except Exception as error:  # PIL raises almost anything
-        raise OSError(f"{os.fsdecode(path)}: {error}") from None
-
-
-def decode_jpegs(paths: list[str | bytes]) -> list[Tensor]:
-    """Decode JPEG files to uint8 [3, H, W] each, twice as fast as PIL. Raises almost anything if one is of another kind or broken."""
-    from torchvision.io import decode_jpeg  # not decode_image: a damaged PNG would kill the process
-
-    files = []
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:  # twice as fast as torchvision's own reading
-            files.append(bytearray(file.read()))
-        if not files[-1].startswith(b"\xff\xd8"):
-            raise ValueError("no JPEG file")
-    return decode_jpeg([torch.frombuffer(file, dtype=torch.uint8) for file in files], mode="RGB")
+        raise OSError(f"{os.fsdecode(paths[0])}: {error}") from None
 
 
 class DigitNet(nn.Module):
@@ -298,12 +284,9 @@ def build_model(args: argparse.Namespace) -> nn.Module:
             raise common.UsageError(
                 f"--model {args.model}: unknown; close names: {', '.join(close)}; any torchvision classification model works"
             )
-        one_output = (
-            {"aux_logits": False, "init_weights": True, "transform_input": args.weights == "default"}
-            if args.model in ("googlenet", "inception_v3")
-            else {}
-        )
-        model = models.get_model(args.model, weights=None, num_classes=classes, **one_output)
+        two_outputs = args.model in ("googlenet", "inception_v3")
+        one = {"aux_logits": False, "init_weights": True, "transform_input": args.weights == "default"} if two_outputs else {}
+        model = models.get_model(args.model, weights=None, num_classes=classes, **one)
         if args.weights == "default":
             common.load_weights(args, model, models.get_model_weights(args.model).DEFAULT.get_state_dict(check_hash=True))
         if (args.image_size or size) < 64:

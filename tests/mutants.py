@@ -542,7 +542,7 @@ mutant("data: --skip-corrupt ignored", "loading", "if not self.skip_corrupt:", "
 mutant("data: the replacement is drawn as the broken one", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))",
        "torch.default_generator.manual_seed(mix(self.seed, epoch, first))",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
-mutant("data: a broken file is not named", "task", 'raise OSError(f"{os.fsdecode(path)}: {error}") from None', "raise",
+mutant("data: a broken file is not named", "task", 'raise OSError(f"{os.fsdecode(paths[0])}: {error}") from None', "raise",
        f"{ENDINGS}broken_image_file_is_named")
 mutant("workers: start when the ranks have met", "loading", "        iter(loader)\n", "        pass\n",
        f"{ENDINGS}workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")
@@ -702,9 +702,9 @@ mutant("weights: NaN accepted", "common", "    if bad := [name for name, value i
 mutant("image: the lower byte of sixteen bits", "task", 'image.mode.startswith("I")', "False",
        f"{NEW}files_that_torchvision_cannot_decode_are_read_by_pil")
 JPEGS = f"{NEW}jpeg_files_are_decoded_together_and_each_as_if_alone"
-mutant("images: decoded one by one", "task", "TOGETHER = 16", "TOGETHER = 1", JPEGS)
-mutant("images: a whole batch of photographs in memory", "task", "TOGETHER if self.small else 1", "TOGETHER", JPEGS)
-mutant("images: one of another kind ends the run", "task", "except Exception:  # one is of another kind", "except KeyError:  #", JPEGS)
+mutant("images: decoded one by one", "task", "step = 16 if self.small else 1", "step = 1", JPEGS)
+mutant("images: a whole batch of photographs in memory", "task", "16 if self.small else 1", "16", JPEGS)
+mutant("images: one of another kind ends the run", "task", "(Exception):  # one is no", "(KeyError):  #", JPEGS)
 mutant("data: a broken image in a batch ends the run", "loading", "        except OSError:\n            readable",
        "        except KeyError:\n            readable",
        f"{NEW}broken_image_is_named_or_replaced_in_a_whole_batch_too")

@@ -185,13 +185,13 @@ def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
 
     image = Image.fromarray(torch.randint(0, 256, (9, 7, 3), dtype=torch.uint8).numpy())
     image.save(tmp_path / "image.bmp")
-    assert task.read_image(str(tmp_path / "image.bmp")).equal(torch.tensor(np.asarray(image)).permute(2, 0, 1))
+    assert task.read_images([str(tmp_path / "image.bmp")])[0].equal(torch.tensor(np.asarray(image)).permute(2, 0, 1))
     Image.new("I;16", (4, 4), 0x7F80).save(tmp_path / "deep.png")
-    deep = task.read_image(str(tmp_path / "deep.png"))
+    deep = task.read_images([str(tmp_path / "deep.png")])[0]
     assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4) and (deep == 0x7F).all(), "the upper byte"
     film = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
     film[0].save(tmp_path / "film.gif", save_all=True, append_images=film[1:])
-    assert task.read_image(str(tmp_path / "film.gif")).shape == (3, 4, 4), "its first image"
+    assert task.read_images([str(tmp_path / "film.gif")])[0].shape == (3, 4, 4), "its first image"
 
 
 def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypatch):
@@ -209,7 +209,7 @@ def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypa
         return decode_jpeg(files, mode)
 
     dataset = task.ImageFiles(list(zip(paths, range(40))), 16, training=False, seed=0)
-    alone = [task.read_image(path) for path in paths]
+    alone = [task.read_images([path])[0] for path in paths]
     assert len({image.numpy().tobytes() for image in alone}) == 40
     monkeypatch.setattr(torchvision.io, "decode_jpeg", counted)
     images, targets = dataset.__getitems__([*range(39, -1, -1)])
@@ -236,7 +236,7 @@ def test_damaged_png_is_an_error_and_not_the_end_of_the_process(tmp_path):
         broken[len(broken) * (i + 1) // 10] ^= 0xFF
         (tmp_path / "broken.png").write_bytes(broken)
         with pytest.raises(OSError, match=r"broken\.png"):
-            task.read_image(str(tmp_path / "broken.png"))
+            task.read_images([str(tmp_path / "broken.png")])[0]
 
 
 def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
