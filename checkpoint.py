@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,16 @@ from common import (
     UsageError,
     announce_end,
     autocast,
+    became_non_finite,
     broadcast_object,
     earlier_failure,
+    in_main_thread,
     is_distributed,
     is_rank0,
     map_tensors,
     print0,
     read_tensors,
+    swa_epochs,
     to_device,
     wait_for_all,
 )
@@ -73,6 +76,10 @@ class State:
     step: int = 0
     global_step: int = 0
     best: float | None = None
+
+    def __post_init__(self) -> None:
+        tensors = {name: tensor for name, tensor in self.net.state_dict().items() if isinstance(tensor, Tensor)}
+        self.by_design = {name: tensor.clone() for name, tensor in tensors.items() if became_non_finite(tensor, None)}
 
     def averaged(self) -> nn.Module:
         """Return the network to evaluate: the average if one is kept."""
@@ -189,6 +196,7 @@ def find_checkpoint(args: argparse.Namespace, samples: int) -> tuple[Path | None
             print(f"{error}; falling back to {paths[i + 1]}", file=sys.stderr, flush=True)
             continue
         check_config(args, checkpoint["config"], path)
+        check_average(args, checkpoint, path)
         if checkpoint["samples"] != samples and not args.eval_only:
             before = checkpoint["samples"]
             raise UsageError(f"--resume {path}: the training set had {before} samples, and has {samples} now; that would be another run")
@@ -208,6 +216,19 @@ def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -
             continue
         if then != now:
             raise UsageError(f"--{name.replace('_', '-')} {now}: {path} was made with {then}; use that, or start anew without --resume")
+
+
+def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Path) -> None:
+    """Refuse --epochs under which `--average swa` would average epochs whose weights are in no file."""
+    if args.average != "swa" or args.eval_only:
+        return
+    ended = checkpoint["step"] in (0, checkpoint["samples"] // args.batch_size)  # the weights are those of the end of an epoch
+    done = checkpoint["epoch"] + (ended and checkpoint["step"] > 0)
+    wanted, found = swa_epochs(args.epochs, done), int(checkpoint["average"]["n_averaged"])
+    if wanted not in (found, 0) and not (wanted == 1 and ended):
+        before, enough = checkpoint["config"].get("epochs"), math.ceil(4 * done / 3)
+        problem = f"--average swa would begin in epoch {done - wanted + 1}, but {path} holds the average of {found} of {done} epochs"
+        raise UsageError(f"--epochs {args.epochs}: {problem}; use --epochs {before}, or at least {enough}")
 
 
 def check_agreement(args: argparse.Namespace, train_length: int, val_length: int, device: torch.device) -> None:
@@ -239,48 +260,38 @@ def check_agreement(args: argparse.Namespace, train_length: int, val_length: int
             raise problem
 
 
-def non_finite(checkpoint: dict[str, Any]) -> list[str]:
-    """Return the names of the model's and the average's tensors that hold a NaN or an infinity."""
+def non_finite(checkpoint: dict[str, Any], by_design: dict[str, Tensor]) -> list[str]:
+    """Return the names of the model's and the average's tensors that hold a NaN or an infinity which is not in `by_design`."""
     tensors = [*checkpoint["model"].items(), *checkpoint["average"].items()]  # under the same names
-    return [name for name, tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.isfinite().all()]
+    return [name for name, tensor in tensors if isinstance(tensor, Tensor) and became_non_finite(tensor, by_design.get(name))]
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) ask for a stop at a step boundary, the same one on every rank.
-
-    The agreement of one step is collected during the next, so that no rank ever waits for it. An evaluation may take longer than whoever
-    stops the run has patience for: `save_now`, if set, is called at once.
-    """
+    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning) ask for a stop at a step boundary, the same one on every rank."""
 
     def __init__(self) -> None:
-        self.received, self.pending, self.save_now = 0, None, None
-        for number in SIGNALS:
+        self.received, self.pending = 0, None
+        for number in SIGNALS if in_main_thread() else ():
             signal.signal(number, self._remember)
         if is_distributed():
             end_with_parent(signal.SIGTERM)  # without a launcher a rank still saves
 
     def _remember(self, number: int, frame: Any) -> None:
         self.received = max(self.received, list(SIGNALS).index(number) + 1)
-        self.save_if_received()
 
-    def save_if_received(self) -> None:
-        save = self.save_now
-        if self.received and save:
-            self.save_now = None
-            save()
+    def agreed(self, wait: bool = False) -> signal.Signals | None:
+        """Return the signal on which all ranks stop now. Call it on every rank, once a step, and with `wait` after an evaluation.
 
-    def agreed(self) -> signal.Signals | None:
-        """Call once a step on every rank; return the signal on which all ranks stop now."""
-        if not is_distributed():
-            flag = self.received
-        else:
-            flag = 0
-            if self.pending is not None:
-                work, tensor = self.pending
-                work.wait()
-                flag = int(tensor)
+        Without `wait`, the agreement of one step is collected during the next, so that no rank waits for another.
+        """
+        flag = self.received
+        if is_distributed():
             tensor = torch.tensor(self.received)
-            self.pending = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True), tensor
+            earlier, self.pending = self.pending, (dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True), tensor)
+            agreed = self.pending if wait else earlier
+            if agreed:
+                agreed[0].wait()
+            flag = int(agreed[1]) if agreed else 0
         return list(SIGNALS)[flag - 1] if flag else None
 
 
@@ -296,7 +307,7 @@ class Run:
         check_agreement(args, sampler.length, val_sampler.length, device)
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.steps_per_epoch, self.meter, self.bar, self.writer = sampler.steps_per_epoch, Meter(device), None, None
-        self.shown = None
+        self.shown, self.refused = None, ""
         self.untimed = 0  # samples since the last log line that this process did not train on, but one before a resume
         checkpoint = error = None
         if is_rank0():
@@ -323,7 +334,11 @@ class Run:
         before = last.exists() and last.stat().st_mtime_ns
         path, checkpoint = find_checkpoint(args, self.sampler.length)  # before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.folder / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115 (open, and locked, as long as the run)
+        log = self.folder / "metrics.jsonl"
+        if args.eval_only and log.exists() and log.stat().st_size:  # the log of a run, which an evaluation must not change
+            self.file = open(os.devnull, "w")  # noqa: SIM115
+            return checkpoint
+        self.file = open(log, "a+", errors="replace")  # noqa: SIM115 (open, and locked, as long as the run)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -334,6 +349,8 @@ class Run:
             if checkpoint and path.resolve() != last.resolve():  # which may also be damaged
                 save_checkpoint(checkpoint, last)
             self.file.truncate(self._kept_bytes(checkpoint))
+            if checkpoint and checkpoint["best"] is not None and not self._has_best(path, checkpoint["best"]):
+                checkpoint["best"] = None  # the next evaluation writes best.pt
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -341,10 +358,30 @@ class Run:
         print(f"output folder: {self.folder}", flush=True)
         return checkpoint
 
+    def _has_best(self, path: Path, best: float) -> bool:
+        """Return whether best.pt is that of the checkpoint at `path`; copy it from there if it is.
+
+        It is not after an earlier checkpoint was chosen: then it is of a later epoch, and its score is not that of the checkpoint.
+        """
+        for name in (self.folder / "best.pt", path.with_name("best.pt")):
+            with contextlib.suppress(UsageError):  # no such file, or a damaged one
+                found = load_checkpoint(name)
+                if found["best"] == best:
+                    if name.parent != self.folder:
+                        save_checkpoint(found, self.folder / "best.pt")
+                    return True
+        return False
+
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         state, epochs = self.state, self.args.epochs
         try:
             state.restore(checkpoint)
+            done = state.epoch + (state.step == self.steps_per_epoch)
+            wanted = swa_epochs(epochs, done)
+            if self.args.average == "swa" and state.average.n_averaged != wanted and not self.args.eval_only:  # other --epochs
+                state.average.n_averaged.zero_()
+                if wanted:  # one epoch, as check_average knows
+                    state.average.update_parameters(state.net)
             self.meter.restore(checkpoint["log"])  # the sums since the last log line
             self.untimed = sum(checkpoint["log"]["count"])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -386,8 +423,6 @@ class Run:
             yield to_device(batch, self.device)
         if self.bar is not None:
             self.bar = self.bar.close()
-        self.stop.save_now = self._save_between_epochs
-        self.stop.save_if_received()  # in the epoch's last step, which the ranks would only agree on in the next
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save, or stop if it is time for it. Call it on every rank after each optimizer step."""
@@ -396,7 +431,7 @@ class Run:
         state.scheduler.step()
         state.step += 1
         state.global_step += 1
-        swa = args.average == "swa" and state.step == self.steps_per_epoch and state.epoch >= args.epochs * 3 // 4
+        swa = args.average == "swa" and state.step == self.steps_per_epoch and swa_epochs(args.epochs, state.epoch + 1) > 0
         if args.average == "ema" or swa:
             state.average.update_parameters(state.net)
         if self.bar is not None:
@@ -406,13 +441,16 @@ class Run:
             raise Stopped(3, f"diverged: {MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients, seen at step {state.global_step}")
         if state.global_step % args.log_every == 0 or state.step == self.steps_per_epoch:
             self._log_train(lr, grad_norm)
-        stop, saved = self.stop.agreed(), True
-        if stop or (args.save_every and state.global_step % args.save_every == 0):
-            saved = self.save("last.pt")
+        stop = self.stop.agreed()
+        if stop or (args.save_every and state.global_step % args.save_every == 0 and state.step < self.steps_per_epoch):
+            self.save("last.pt")
         if stop:
-            saved = broadcast_object(saved)
-            step = f"after saving step {state.global_step}" if saved else f"at step {state.global_step}, which was not saved"
-            raise Stopped(SIGNALS[stop], f"stopped by {stop.name} {step}")
+            self._stop(stop)
+
+    def _stop(self, number: signal.Signals) -> NoReturn:
+        saved = not broadcast_object(self.refused)
+        step = f"after saving step {self.state.global_step}" if saved else f"at step {self.state.global_step}, which was not saved"
+        raise Stopped(SIGNALS[number], f"stopped by {number.name} {step}")
 
     def _log_train(self, lr: float, grad_norm: Tensor) -> None:
         state, means, skipped = self.state, self.meter.mean(), int(self.state.scaler.skipped.item())
@@ -469,41 +507,42 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if this was the best. Call it on every rank."""
         state, score = self.state, next(value for name, value in metrics.items() if name != "loss")
-        self.stop.save_now = None
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
-        best = math.isfinite(score) and (state.best is None or score > state.best)
+        earlier, best = state.best, math.isfinite(score) and (state.best is None or score > state.best)
         state.best = score if best else state.best
         kept = [f"epoch-{state.epoch:04}.pt"] if self.args.keep_every and state.epoch % self.args.keep_every == 0 else []
         self.save(*(["best.pt"] if best else []), *kept, "last.pt")  # the last one counts the epoch as done
+        state.best = earlier if self.refused else state.best  # the score of best.pt
         if self.writer and self.shown:
             self._show()
+        stop = self.stop.agreed(wait=True)
+        if stop and state.epoch < self.args.epochs:
+            self._stop(stop)
 
     def finish(self) -> int:
         """Call it on every rank when all is done; return the exit code."""
         wait_for_all()
         if self.writer:
             self.writer.close()
+        if refused := broadcast_object(self.refused):
+            raise Stopped(1, f"the run is done, but its last state was not saved: non-finite values in {refused}")
         return announce_end(0, "")
 
-    def save(self, *names: str) -> bool:
+    def save(self, *names: str) -> None:
         """Write the checkpoint under these names. Call it on every rank: each has sums since the last log line."""
         sums = self.meter.sums_of_ranks()
-        return not is_rank0() or self._write_checkpoint(sums, *names)
-
-    def _save_between_epochs(self) -> None:
-        """Write last.pt before the evaluation is done; it will be made again. No other rank is needed: no sums are open."""
         if is_rank0():
-            self._write_checkpoint({"count": [0.0]}, "last.pt")
+            self._write_checkpoint(sums, *names)
 
-    def _write_checkpoint(self, sums: dict[str, list[float]], *names: str) -> bool:
+    def _write_checkpoint(self, sums: dict[str, list[float]], *names: str) -> None:
         config = {name: value for name, value in vars(self.args).items() if isinstance(value, (int, float, str, list, type(None)))}
         checkpoint = {**self.state.checkpoint(), "samples": self.sampler.length, "log": sums, "config": config}
-        if bad := non_finite(checkpoint):
-            print(f"not saved, the last good checkpoint stays: non-finite values in {', '.join(bad[:5])}", file=sys.stderr, flush=True)
-            return False
+        self.refused = ", ".join(non_finite(checkpoint, self.state.by_design)[:5])
+        if self.refused:
+            print(f"not saved, the last good checkpoint stays: non-finite values in {self.refused}", file=sys.stderr, flush=True)
+            return
         os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log
         with keep_previous(self.folder / "last.pt"):
             for name in names:
                 save_checkpoint(checkpoint, self.folder / name)
-        return True

@@ -16,7 +16,7 @@ import os
 import types
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ from launch import (
     backend,
     earlier_failure,
     exit_code,
+    in_main_thread,
     is_distributed,
     is_rank0,
     join,
     launcher_ranks,
+    leaves_no_trace,
     meeting_place,
     meeting_point,
     print0,
@@ -51,6 +53,7 @@ from loading import (
     keyed_uniform,
     map_tensors,
     mix,
+    seed_evaluation,
     seed_rng,
     split_batch,
     to_device,
@@ -58,8 +61,9 @@ from loading import (
 from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
 
 __all__ = ["SIGNALS", "GlobalBatchSampler", "ShardSampler", "Stopped", "announce_end", "backend", "build_loader", "check_run"]
-__all__ += ["earlier_failure", "exit_code", "is_rank0", "join", "keyed_uniform", "launcher_ranks", "load_task", "map_tensors", "mix"]
-__all__ += ["meeting_place", "meeting_point", "parse_args", "run_worker", "split_batch", "timeout", "wait_for_all"]
+__all__ += ["earlier_failure", "exit_code", "in_main_thread", "is_rank0", "join", "keyed_uniform", "launcher_ranks"]
+__all__ += ["leaves_no_trace", "load_task", "map_tensors", "meeting_place", "meeting_point", "mix", "parse_args", "run_worker"]
+__all__ += ["seed_evaluation", "split_batch", "timeout", "wait_for_all"]
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -158,7 +162,7 @@ def repeat_first_backward(args: argparse.Namespace, task: types.SimpleNamespace,
         buffer.copy_(before)
 
 
-def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedDataParallel) -> None:
+def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedDataParallel, scaler: Scaler) -> None:
     """Register torch's own communication hook for `--grad-compress`."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -168,6 +172,11 @@ def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedD
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
 
         def hook(state, bucket):  # one bucket after the other: each needs three all-reduces, which gloo starts in any order
+            if bucket.index() == 0 and scaler.in_a_row > 0:
+                # The last step was skipped. Its NaN would stay in what PowerSGD keeps, and reach every later gradient.
+                state.error_dict.clear()
+                state.p_memory_dict.clear()
+                state.q_memory_dict.clear()
             (future := powerSGD_hook.powerSGD_hook(state, bucket)).wait()
             return future
 
@@ -205,6 +214,19 @@ def read_tensors(path: str | Path, old: bool = False) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
+    """Return whether `value` holds a NaN or an infinity that `before`, of the same shape, does not hold in the same place.
+
+    What a model holds by design, such as an infinite mask, is no fault. Without `before`, every NaN and every infinity is one.
+    """
+    if not value.is_floating_point() or value.isfinite().all():
+        return False
+    if before is None:
+        return True
+    before = before.to(value.device)
+    return not (value.isfinite() | (value == before) | (value.isnan() & before.isnan())).all()
+
+
 def load_weights(args: argparse.Namespace, net: nn.Module, weights: Any) -> None:
     """Load what fits of a state dict, or of a checkpoint with one, and name what does not. Raises UsageError if nothing does.
 
@@ -225,7 +247,7 @@ def load_weights(args: argparse.Namespace, net: nn.Module, weights: Any) -> None
     fitting = {name: value for name, value in given.items() if name in own and getattr(value, "shape", None) == own[name].shape}
     if not fitting:
         raise UsageError(f"--weights {args.weights}: nothing in it fits the model, whose tensors are {', '.join(list(own)[:5])}, ...")
-    if bad := [name for name, value in fitting.items() if value.is_floating_point() and not value.to(own[name].dtype).isfinite().all()]:
+    if bad := [name for name, value in fitting.items() if became_non_finite(value.to(own[name].dtype), own[name])]:
         raise UsageError(f"--weights {args.weights}: {', '.join(bad[:5])} is not finite")
     net.load_state_dict(fitting, strict=False)
     print0(f"weights: {len(fitting)} of the model's {len(own)} tensors are from {args.weights}")
@@ -282,18 +304,19 @@ def build_optimizer(args: argparse.Namespace, net: nn.Module, world_size: int | 
 def lr_factor(args: argparse.Namespace, step: int, steps_per_epoch: int) -> float:
     """Return learning rate / peak for a global step, a pure function: nothing to drift, nothing to restore wrongly.
 
-    The schedule runs over the steps after the warm-up. cyclic is Smith's triangle (arXiv:1506.01186), from --step-gamma to 1 and back.
+    The warm-up rises to where the schedule begins. cosine and cyclic run over the steps after it; the drops of step are at epochs of the
+    run. cyclic is Smith's triangle (arXiv:1506.01186), from --step-gamma to 1 and back.
     """
-    warmup, epoch = round(args.warmup_epochs * steps_per_epoch), step / steps_per_epoch
+    warmup, last = round(args.warmup_epochs * steps_per_epoch), args.epochs * steps_per_epoch
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + 1) / warmup * (args.step_gamma if args.schedule == "cyclic" else 1)
     if args.schedule == "cosine":
-        return (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, args.epochs * steps_per_epoch - warmup)))) / 2
+        return (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, last - warmup)))) / 2
     if args.schedule == "step":
-        return args.step_gamma ** bisect.bisect_right(sorted(args.step_epochs), epoch)
+        return args.step_gamma ** bisect.bisect_right(sorted(args.step_epochs), step / steps_per_epoch)
     if args.schedule == "cyclic":
-        cycle = (args.step_epochs or [args.epochs])[0]
-        return args.step_gamma + (1 - args.step_gamma) * (1 - abs(2 * (epoch % cycle) / cycle - 1))
+        cycle = args.step_epochs[0] * steps_per_epoch if args.step_epochs else max(1, last - warmup)
+        return args.step_gamma + (1 - args.step_gamma) * (1 - abs(2 * ((step - warmup) % cycle) / cycle - 1))
     return 1.0
 
 
@@ -372,6 +395,12 @@ class NoAverage:
         pass
 
 
+def different_names(some: Iterable[str], others: Iterable[str]) -> str:
+    """Say which metrics one batch has and another has not."""
+    only = ", ".join(sorted(set(some) ^ set(others)))
+    return f"per_sample_metrics must return the same names for every batch; only some batches have {only}"
+
+
 class Meter:
     """Exact means of per-sample values: sums stay on the device, and nothing is synchronised before `mean`."""
 
@@ -381,7 +410,9 @@ class Meter:
         self.count = 0
 
     def add(self, **values: Tensor) -> None:
-        """Add one tensor [n] a name."""
+        """Add one tensor [n] a name. Raises ValueError if a name is new, or missing: its mean would be over other samples."""
+        if self.sums and self.sums.keys() != values.keys():
+            raise ValueError(different_names(values, self.sums))
         for name, value in values.items():
             if value.dim() != 1 or len(value) != len(next(iter(values.values()))):
                 raise ValueError(f"{name} must be [n], one number a sample, as all of them; got {tuple(value.shape)}")
@@ -400,6 +431,8 @@ class Meter:
 
     def _sums(self) -> tuple[list[str], Tensor]:
         names = broadcast_object(list(self.sums))  # a rank whose shard is empty has seen no name
+        if self.sums and self.sums.keys() != set(names):
+            raise ValueError(different_names(self.sums, names))
         zero = torch.zeros((), device=self.device, dtype=self.dtype)
         return [*names, "count"], torch.stack([*(self.sums.get(name, zero) for name in names), zero + self.count])
 
@@ -452,8 +485,34 @@ def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
         sync_buffers(model)
 
 
+class EmaModel(AveragedModel):
+    """The exponential average of the parameters and of BatchNorm's statistics. Every other buffer is a copy of the network's.
+
+    `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN, and a large integer be rounded.
+    """
+
+    DECAY = 0.99
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net, multi_avg_fn=get_ema_multi_avg_fn(self.DECAY))
+        norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        self.statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+
+    def update_parameters(self, net: nn.Module) -> None:
+        started, before = int(self.n_averaged) > 0, [buffer.clone() for buffer in self.statistics]
+        super().update_parameters(net)  # copies every buffer
+        if started and before:
+            torch._foreach_lerp_(before, self.statistics, 1 - self.DECAY)
+            torch._foreach_copy_(self.statistics, before)
+
+
+def swa_epochs(epochs: int, done: int) -> int:
+    """Return how many of the first `done` epochs `--average swa` averages in a run of `epochs`: those of the last quarter."""
+    return max(0, done - epochs * 3 // 4)
+
+
 def build_average(args: argparse.Namespace, net: nn.Module) -> AveragedModel | NoAverage:
     """The average of the weights that `--average` names, updated after every step (ema) or every epoch of the last quarter (swa)."""
     if args.average == "none":
         return NoAverage()
-    return AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.99) if args.average == "ema" else None, use_buffers=args.average == "ema")
+    return EmaModel(net) if args.average == "ema" else AveragedModel(net)

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ AGAIN = "start all of them again with --resume auto"
 ADVICE = "is every node started, each with its own --node-rank, all with the address and port of the first, and no firewall between them?"
 ADVICE += " What do their terminals say?"
 FAILED, LOST = 4, 5  # exit codes of spawned processes: one that failed and said why, and one that lost its connection to such a one
+_ends_with_the_run = False  # whether this process was started for the run alone, so that there is nothing to put back
 ENDING = threading.Lock()  # held, for good, by the thread that answers the signal which ends this process
 # What a rank raises when another one is gone; a connection of the task itself, to a file server say, is something else
 LOST_CONNECTION = re.compile(
@@ -52,8 +54,44 @@ LOST_CONNECTION = re.compile(
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")  # what a rank raises that waits for others to come
 
 
+def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a script's `main`: a notebook, a service or a thread can call it, and finds its own process afterwards as it was before."""
+
+    @functools.wraps(main)
+    def wrapper(*arguments: Any) -> int:
+        if _ends_with_the_run:
+            return main(*arguments)
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        mask, environment, threads = signal.pthread_sigmask(signal.SIG_BLOCK, ()), dict(os.environ), torch.get_num_threads()
+        deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        precision = torch.get_float32_matmul_precision()
+        try:
+            with warnings.catch_warnings():
+                return main(*arguments)
+        finally:
+            for number in handlers if in_main_thread() else ():
+                signal.signal(number, handlers[number])
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for name in os.environ.keys() - environment.keys():
+                del os.environ[name]
+            os.environ.update(environment)
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+            torch.backends.cudnn.benchmark = benchmark
+            torch.set_float32_matmul_precision(precision)
+
+    return wrapper
+
+
+def in_main_thread() -> bool:
+    """Return whether this is the thread that may set, and answers, signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 def exit_code(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit code: 0 done, 2 bad arguments, 3 diverged, 130/143 stopped by a signal after saving."""
+    global _ends_with_the_run
+    _ends_with_the_run = True
     if (end := os.environ.get("LAUNCH_END_FILE")) and Path(end).exists():
         return 0  # torchrun started this process again, but the run ended on purpose
     for number in SIGNALS:
@@ -66,7 +104,7 @@ def exit_code(main: Callable[[], int | None]) -> int:
         lost = LOST_CONNECTION.search(str(error))
         if lost and end and Path(end).exists():
             _leave(1)  # in silence: the lost rank has said why
-        if lost or "TORCHELASTIC_RUN_ID" not in os.environ:
+        if mp.parent_process() or not ("TORCHELASTIC_RUN_ID" in os.environ or is_distributed()):
             raise
         traceback.print_exc()
         _leave(1)  # before the ranks that it leaves alone: torchrun blames the first to end
@@ -80,7 +118,11 @@ def _run(main: Callable[[], int | None]) -> int:
     except SystemExit as error:
         raise _recorded(f"the run was left before its end, by sys.exit({error.code!r})") from error
     except UsageError as error:
-        return announce_end(2, f"error: {error}", by_all=error.by_all)
+        if error.by_all:
+            wait_for_all()
+        code = announce_end(2, f"error: {error}", by_all=error.by_all)
+        if is_distributed() and not error.by_all:
+            _leave(code)
     except Stopped as stop:
         wait_for_all()
         code = announce_end(stop.code, f"{stop.reason} (exit code {stop.code})" if stop.reason else "")
@@ -292,7 +334,7 @@ def join(context: mp.ProcessContext) -> int:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    for number in SIGNALS:
+    for number in SIGNALS if in_main_thread() else ():
         signal.signal(number, hand_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     first = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
@@ -45,14 +46,25 @@ def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
-    """Seed torch's generators for one forward: dropout masks differ between steps and ranks, and repeat after a resume.
+    """Seed all generators for one forward: dropout masks differ between steps and ranks, and repeat after a resume.
 
     As `torch.manual_seed` does, which on a machine without accelerator takes a stack trace each time for one that may still come.
     """
     bits = mix(seed, step, micro_batch) % 2**63 + rank
     torch.default_generator.manual_seed(bits)
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
     if accelerator := _accelerator():
         accelerator.manual_seed(bits)
+
+
+def seed_evaluation(seed: int, i: int) -> None:
+    """Seed all generators for this rank's i-th batch of an evaluation, by the batch's number among those of all ranks.
+
+    ShardSampler makes the same batches at every world size. So what a task draws in an evaluation is the same in every mode, each time.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    seed_rng(seed, -1, i * world_size + rank)  # no training step has this number
 
 
 @functools.cache
@@ -115,37 +127,63 @@ class GlobalBatchSampler(Sampler):
 
 
 class ShardSampler(Sampler):
-    """This rank's unpadded shard range(rank, length, world_size), so that all ranks together see every sample exactly once."""
+    """The evaluation set in batches, of which this rank takes every world_size-th: all ranks together see every sample exactly once.
+
+    Yields (0, indices). The batches are the same at every world size, and nothing is padded. A batch has at most `batch_size` samples, at
+    most 128 (one rank holds all of it, however few samples it trains on), and at most an eighth of the set, to occupy eight ranks.
+    """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         if length == 0:
             raise UsageError("the evaluation set is empty")
-        self.length, self.shard, self.batch_size = length, range(rank, length, world_size), math.ceil(batch_size / world_size)
+        self.length, self.batch_size = length, min(batch_size, 128, math.ceil(length / 8))
+        self.starts = range(0, length, self.batch_size)[rank::world_size]
 
     def __len__(self) -> int:
-        return math.ceil(len(self.shard) / self.batch_size)
+        return len(self.starts)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        for start in range(0, len(self.shard), self.batch_size):
-            yield 0, list(self.shard[start : start + self.batch_size])
+        for start in self.starts:
+            yield 0, list(range(start, min(start + self.batch_size, self.length)))
+
+
+def datasets_with_epochs(dataset: Any) -> list[Any]:
+    """Return `dataset` and the data sets inside it that have `set_epoch`: a wrapper, such as torch's Subset, would hide the method."""
+    found, waiting, seen = [], [dataset], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if hasattr(one, "set_epoch"):
+            found.append(one)
+        for value in getattr(one, "__dict__", {}).values():
+            values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            like_dataset = values and hasattr(values[0], "__getitem__") and hasattr(values[0], "__dict__")
+            if like_dataset and not isinstance(values[0], Tensor):
+                waiting += values
+    return found
 
 
 class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name, and makes all their randomness a pure function of (seed, epoch, index).
 
     A data set with `set_epoch` and `__getitems__` returns a ready batch itself; for any other, the generators of torch, Python and numpy
-    are seeded per sample. A sample that cannot be read is named; under `--skip-corrupt` the next one that can takes its place.
+    are seeded per sample, and data sets inside it are told the epoch. A sample that cannot be read is named; under `--skip-corrupt` the
+    next one that can takes its place.
     """
 
     def __init__(self, dataset: Dataset, args: argparse.Namespace) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, args.seed, args.skip_corrupt
         self.whole_batches = hasattr(dataset, "set_epoch") and hasattr(dataset, "__getitems__")
+        self.with_epochs = datasets_with_epochs(dataset)
 
     def __getitems__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
+        for dataset in self.with_epochs:
+            dataset.set_epoch(epoch)
         if not self.whole_batches:
             return default_collate([self._first_readable(functools.partial(self._sample, epoch), index)[1] for index in indices])
-        self.dataset.set_epoch(epoch)
         try:
             return self.dataset.__getitems__(indices)
         except OSError:
@@ -183,11 +221,11 @@ def build_loader(args: argparse.Namespace, dataset: Dataset, sampler: Sampler, d
     if workers:
         begin = functools.partial(_begin_worker, FITS_THE_PIPE if pin else BY_VALUE)
         options = {"persistent_workers": True, "worker_init_fn": begin, "multiprocessing_context": "fork"}
-        multiprocessing.util.Finalize(None, _end_workers, exitpriority=100)  # before Python's own attempt, in spawned ranks too
         sampler = _Late(sampler)
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, pin_memory=pin, **options)
     if workers:
-        iter(loader)
+        processes = iter(loader)._workers
+        multiprocessing.util.Finalize(None, _end_workers, (processes,), exitpriority=100)  # before Python's own attempt
         sampler.begun = True
     return loader
 
@@ -222,12 +260,11 @@ def _reduce(by_value: int, tensor: Tensor) -> tuple[Any, ...]:
     return reduce_tensor(tensor)
 
 
-def _end_workers() -> None:
+def _end_workers(processes: list[multiprocessing.Process]) -> None:
     """Python ends what is left of the workers by SIGTERM, which they ignore, and would wait for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
-    for process in multiprocessing.active_children():
-        if process.daemon:
-            process.kill()
+    for process in processes:
+        process.kill()
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -131,7 +131,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group.add_argument("--epochs", type=positive, default=30, metavar="N", help="passes over the training set")
     group.add_argument("--batch-size", type=positive, default=64, metavar="N", help="samples in one optimizer step, over all devices")
     group.add_argument(
-        "--accum-steps", type=positive, default=1, metavar="N", help="micro-batches that a device cuts its share of a step into"
+        "--accum-steps", type=positive, default=1, metavar="N", help="micro-batches of a step; each is cut among the devices"
     )
     group.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="update rule")
     group.add_argument("--lr", type=number(float, 0), default=0.1, metavar="X", help="peak learning rate")
@@ -154,7 +154,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--clip-grad-norm", type=number(float, 1e-12), metavar="X", help="largest norm of the whole gradient (default: no limit)"
     )
-    group.add_argument("--label-smoothing", type=fraction, default=0.1, metavar="X", help="probability given to the wrong classes")
+    group.add_argument("--label-smoothing", type=fraction, default=0.1, metavar="X", help="probability spread over all classes")
     text = "evaluate an average of the weights: of all steps, fading (ema), or of the ends of the last quarter's epochs (swa)"
     group.add_argument("--average", choices=["none", "ema", "swa"], default="none", help=text)
 
@@ -250,6 +250,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
         raise UsageError(f"--nesterov needs --optimizer sgd and a momentum above 0, got {args.optimizer} and {args.momentum}")
     if mode == "dp" and args.sync_bn:
         raise UsageError("--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn, or leave it out")
+    if args.grad_compress == "powersgd" and args.amp == "fp16":
+        raise UsageError("--grad-compress powersgd keeps an error in units of the loss scale, which --amp fp16 changes; use --amp bf16")
     if mode in ("single", "dp") and args.grad_compress != "none":
         raise UsageError(
             f"--grad-compress {args.grad_compress}: there is nothing to send in one process; use ddp or spawn, or leave it out"
@@ -481,6 +483,11 @@ def _check_run(args: argparse.Namespace, device_type: str) -> None:
         net = task.build_model(args)
         if not isinstance(net, nn.Module) or not list(net.parameters()):
             raise UsageError(f"{where} must return an nn.Module with parameters, got {type(net).__name__}")
+        tensors = dict([*net.named_parameters(), *net.named_buffers()])
+        if lazy := [name for name, tensor in tensors.items() if nn.parameter.is_lazy(tensor)]:
+            raise UsageError(f"{where}: {', '.join(lazy[:5])} has no shape yet; send a batch through lazy modules in build_model")
+        if imaginary := [name for name, tensor in tensors.items() if tensor.is_complex()]:
+            raise UsageError(f"{where}: {', '.join(imaginary[:5])} is complex, which --dtype would cut; keep torch.view_as_real of it")
         freeze(args, net.to(getattr(torch, args.dtype)))
     if args.weights not in (None, "default"):
         try:
@@ -505,12 +512,32 @@ def _check_run(args: argparse.Namespace, device_type: str) -> None:
 def check_samples(
     args: argparse.Namespace, task: types.SimpleNamespace, net: nn.Module, dataset: Dataset, name: str, device_type: str
 ) -> None:
-    """Send the first two samples through all of the task, on the CPU; they are fetched as a run fetches them."""
+    """Send the first two samples, and the last one, through all of the task, on the CPU; they are fetched as a run fetches them."""
+    n = min(2, len(dataset))
+    metrics = check_batch(args, task, net, dataset, list(range(n)), f"the first {n} samples of the {name} set", device_type)
+    if net.training:  # BatchNorm cannot train on one sample
+        return
+    others = check_batch(args, task, net, dataset, [len(dataset) - 1], f"the last sample of the {name} set", device_type)
+    if only := ", ".join(sorted(set(metrics) ^ set(others))):
+        where = f"--task {args.task}: per_sample_metrics"
+        raise UsageError(f"{where} must return the same names for every batch; only some batches have {only}")
+
+
+def check_batch(
+    args: argparse.Namespace,
+    task: types.SimpleNamespace,
+    net: nn.Module,
+    dataset: Dataset,
+    indices: list[int],
+    what: str,
+    device_type: str,
+) -> dict[str, Tensor]:
+    """Send these samples through all of the task and return the metrics, none in training. Raises UsageError that says what is wrong."""
     from common import KeyedDataset, map_tensors
 
-    n = min(2, len(dataset))
-    with named(where := f"--task {args.task}: the first {n} samples of the {name} set", args.task):
-        batch = KeyedDataset(dataset, args).__getitems__((0, list(range(n))))
+    n = len(indices)
+    with named(where := f"--task {args.task}: {what}", args.task):
+        batch = KeyedDataset(dataset, args).__getitems__((0, indices))
         map_tensors(lambda tensor: tensor, batch)  # raises if there is something else in it
         pair = isinstance(batch, (tuple, list))
         if not pair or len(batch) != 2:
@@ -523,11 +550,11 @@ def check_samples(
         except Exception:
             if device_type == "cpu":
                 raise
-            return  # perhaps only the accelerator can do it
+            return {}  # perhaps only the accelerator can do it
     with named(where := f"--task {args.task}: per_sample_loss", args.task):
         check_values(where, task.per_sample_loss(outputs, targets), n)
     if net.training:
-        return
+        return {}
     with named(where := f"--task {args.task}: per_sample_metrics", args.task):
         metrics = task.per_sample_metrics(outputs, targets)
         if not isinstance(metrics, dict) or not metrics:
@@ -536,6 +563,7 @@ def check_samples(
             raise UsageError(f"{where}: a metric must be named by a text that the log does not use itself, got {taken[0]!r}")
         for key, value in metrics.items():
             check_values(f"{where}: {key}", value, n)
+    return metrics
 
 
 def check_values(where: str, value: Any, n: int) -> None:

@@ -14,7 +14,7 @@ import common
 
 
 class WithLoss(nn.Module):
-    """The network with its per-sample loss and metrics, so that a replica computes them where its outputs are.
+    """The network with its per-sample loss, so that a replica computes it where its outputs are.
 
     Without it, all outputs are gathered on the first device, which then needs more memory than the rest and computes every loss.
     """
@@ -23,11 +23,9 @@ class WithLoss(nn.Module):
         super().__init__()
         self.args, self.net, self.task, self.device = args, net, task, device
 
-    def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
+    def forward(self, inputs: Any, targets: Any) -> Tensor:
         with common.autocast(self.args, self.device):  # again: nn.DataParallel's threads forget the chosen type (bf16 became fp16)
-            outputs = self.net(inputs)
-            metrics = {} if self.training else self.task.per_sample_metrics(outputs, targets)
-            return {"loss": self.task.per_sample_loss(outputs, targets), **metrics}
+            return self.task.per_sample_loss(self.net(inputs), targets)
 
 
 class DataParallel(nn.DataParallel):
@@ -49,8 +47,7 @@ class DataParallel(nn.DataParallel):
     def scatter(self, inputs: tuple, kwargs: dict[str, Any], device_ids: list[int]) -> tuple[tuple, tuple]:
         if not self.on_cpu:
             return super().scatter(inputs, kwargs, device_ids)
-        pieces = tuple(zip(*(_chunk(value, len(device_ids)) for value in inputs)))
-        return pieces, tuple({} for _ in pieces)
+        return (pieces := _chunk(inputs, len(device_ids))), tuple({} for _ in pieces)
 
     def replicate(self, module: nn.Module, device_ids: list[int]) -> list:
         """Parameters are shared, so that gradients add up in them; replica 0 updates the module's buffers, the rest have copies."""
@@ -76,17 +73,14 @@ class DataParallel(nn.DataParallel):
     def gather(self, outputs: list, output_device: Any) -> Any:
         if not self.on_cpu:
             return super().gather(outputs, output_device)
-        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+        return torch.cat(outputs)
 
 
-def _chunk(value: Any, pieces: int) -> list[Any]:
-    """Cut the tensors of a nested value as `nn.DataParallel` does: along the first dimension by `torch.chunk`."""
-    if isinstance(value, Tensor):
-        return list(value.chunk(pieces))
-    if isinstance(value, dict):
-        return [dict(zip(value, parts)) for parts in zip(*(_chunk(item, pieces) for item in value.values()))]
-    parts = zip(*(_chunk(item, pieces) for item in value))
-    return [type(value)(*part) if hasattr(value, "_fields") else type(value)(part) for part in parts]
+def _chunk(values: Any, most: int) -> tuple[Any, ...]:
+    """Cut the tensors of nested values as `nn.DataParallel` does: along the first dimension by `torch.chunk`, into `most` or fewer."""
+    counts = []
+    common.map_tensors(lambda tensor: counts.append(len(tensor.chunk(most))), values)
+    return tuple(common.map_tensors(lambda tensor, r=r: tensor.chunk(most)[r], values) for r in range(counts[0]))
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -91,6 +91,9 @@ class ImagesInMemory(Dataset):
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Return the training set (augmented) and the held-out set of `--dataset`."""
+    if args.image_size and args.dataset not in ("imagefolder", "synthetic"):
+        fixed = f"--dataset {args.dataset}, whose images have a side of {DATASETS[args.dataset][1]}"
+        raise common.UsageError(f"--image-size {args.image_size} has no effect on {fixed}; leave it out")
     if args.dataset == "digits":
         with np.load(Path(common.__file__).with_name("data") / "digits.npz") as file:
             images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 to 0..240, to fill the byte

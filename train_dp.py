@@ -4,7 +4,8 @@ import signal
 import sys
 from argparse import Namespace
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: 
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             common.seed_rng(args.seed, state.global_step, i)
             with common.autocast(args, run.device):
-                losses = model(inputs, targets)["loss"]  # computed in the replicas, gathered in the order of the batch
+                losses = model(inputs, targets)  # computed in the replicas, gathered in the order of the batch
             loss = losses.sum() / args.batch_size
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses)
@@ -37,16 +38,18 @@ def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: 
 @torch.no_grad()
 def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
     """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
-    model = DataParallel(WithLoss(args, model, task, device), args.replicas, device)
     model.eval()
     meter = common.Meter(device)
-    for batch in loader:
+    for i, batch in enumerate(loader):
+        common.seed_evaluation(args.seed, i)  # what the task draws is the same in every mode
         inputs, targets = common.to_device(batch, device)
         with common.autocast(args, device):
-            meter.add(**model(inputs, targets))
+            outputs = model(inputs)
+            meter.add(loss=task.per_sample_loss(outputs, targets), **task.per_sample_metrics(outputs, targets))
     return meter.mean()
 
 
+@common.leaves_no_trace
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("dp", argv)
     common.check_run(args)
@@ -75,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
+        run.save("last.pt")  # an interruption of the evaluation then loses nothing
         common.update_bn(run, DataParallel(WithLoss(args, state.averaged(), task, device), args.replicas, device), train_loader)
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()

@@ -4,7 +4,8 @@ import signal
 import sys
 from argparse import Namespace
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 from torch import nn
@@ -38,7 +39,8 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
     model.eval()
     meter = common.Meter(device)
-    for batch in loader:
+    for i, batch in enumerate(loader):
+        common.seed_evaluation(args.seed, i)  # what the task draws is the same in every mode
         inputs, targets = common.to_device(batch, device)
         with common.autocast(args, device):
             outputs = model(inputs)
@@ -46,6 +48,7 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     return meter.mean()
 
 
+@common.leaves_no_trace
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("single", argv)
     common.check_run(args)
@@ -74,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
+        run.save("last.pt")  # an interruption of the evaluation then loses nothing
         common.update_bn(run, state.averaged(), train_loader)  # of an SWA average
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()

@@ -4,7 +4,8 @@ import signal
 import sys
 from argparse import Namespace
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,8 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
     model.eval()
     meter = common.Meter(device)
-    for batch in loader:
+    for i, batch in enumerate(loader):
+        common.seed_evaluation(args.seed, i)  # what the task draws is the same in every mode
         inputs, targets = common.to_device(batch, device)
         with common.autocast(args, device):
             outputs = model(inputs)
@@ -76,7 +78,7 @@ def worker(local_rank: int, args: Namespace, meeting_place: str) -> int:
     run = Run(args, state, train_sampler, val_sampler, device)  # resumes
 
     model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
-    common.compress_gradients(args, model)  # on slow links
+    common.compress_gradients(args, model, state.scaler)  # on slow links
     common.repeat_first_backward(args, task, model, train_set, state)  # so that a resumed run is bitwise the same
     if args.compile:
         model.compile()
@@ -87,12 +89,14 @@ def worker(local_rank: int, args: Namespace, meeting_place: str) -> int:
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
+        run.save("last.pt")  # an interruption of the evaluation then loses nothing
         common.update_bn(run, state.averaged(), train_loader)  # of an SWA average
         common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()
 
 
+@common.leaves_no_trace
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("spawn", argv)
     common.check_run(args)

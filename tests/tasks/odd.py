@@ -1,0 +1,114 @@
+"""The tiny digits with one oddity, named by `--model`: a model, a data set or a metric that is unusual, or that cannot be right."""
+
+import os
+import random
+
+import numpy as np
+import tiny
+import torch
+from tiny import per_sample_loss
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+
+__all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+
+MODEL = ""  # what --model says
+
+
+class Own(Dataset):
+    """A wrapper that somebody wrote, with a name of its own for what it holds."""
+
+    def __init__(self, *parts):
+        self.parts = {"first": parts[0]}
+
+    def __len__(self):
+        return len(self.parts["first"])
+
+    def __getitem__(self, index):
+        return self.parts["first"][index]
+
+
+def wrap(dataset, kind):
+    """Return the same samples behind a wrapper of this kind."""
+    n = len(dataset)
+    if kind == "subset":
+        return Subset(dataset, range(n))
+    if kind == "random_split":
+        return random_split(dataset, [n], torch.Generator().manual_seed(0))[0]
+    if kind == "concat":
+        return ConcatDataset([Subset(dataset, range(n // 2)), Subset(dataset, range(n // 2, n))])
+    return Own(dataset)
+
+
+def build_datasets(args):
+    global MODEL
+    MODEL = args.model
+    train, held_out = tiny.build_datasets(args)
+    kind = args.model.partition("wrapped:")[2]
+    return (wrap(train, kind) if kind else train), held_out
+
+
+class Odd(nn.Module):
+    """The tiny network with buffers of every kind, or one part that is wrong."""
+
+    def __init__(self, net, parts):
+        super().__init__()
+        self.net = net
+        if "masks" in parts:
+            self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+            self.register_buffer("unseen", torch.tensor([torch.nan, torch.inf, 1.0]))
+            self.register_buffer("passing", torch.full((2,), torch.inf), persistent=False)
+            self.register_buffer("steps", torch.tensor(2**24 + 1))
+            self.register_buffer("flags", torch.tensor([True, False, True]))
+        if "lazy" in parts:
+            self.lazy = nn.LazyLinear(10)
+        if "complex" in parts:
+            self.turn = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+        if "complex_buffer" in parts:
+            self.register_buffer("turn", torch.ones(10, dtype=torch.complex64))
+        if "ruined" in parts:
+            self.register_buffer("ruined", torch.tensor([0.0, torch.inf]))
+
+    def forward(self, images):
+        outputs = self.net(images)
+        if hasattr(self, "mask"):
+            outputs = outputs + (outputs[:, :3] @ torch.softmax(self.mask, 1)).sum(1, keepdim=True) * 0.01
+            if self.training:
+                self.steps += 2
+                self.flags.logical_not_()
+        if hasattr(self, "ruined") and self.training:
+            self.ruined[0] = torch.nan
+        if hasattr(self, "lazy"):
+            outputs = self.lazy(outputs)
+        if "noise" in MODEL and not self.training:
+            outputs = outputs + torch.randn_like(outputs) + random.random() + np.random.rand()
+        return outputs
+
+
+def build_model(args):
+    args = type(args)(**vars(args))
+    parts, args.model = args.model.split("+"), "conv"
+    return Odd(tiny.build_model(args), parts)
+
+
+def per_sample_metrics(outputs, targets):
+    if os.environ.get("STOP_IN_EVALUATION"):
+        stop_once(os.environ["STOP_IN_EVALUATION"])
+    metrics = tiny.per_sample_metrics(outputs, targets)
+    if "sometimes" in MODEL and (targets == 3).any():
+        metrics["threes"] = (targets == 3).float()
+    if "last_lacks" in MODEL and len(targets) > 1:
+        metrics["extra"] = metrics["top1"]
+    if "constant" in MODEL:
+        metrics = {"constant": torch.ones(len(targets))}
+    return metrics
+
+
+def stop_once(what):
+    """Send this process the signal of SIGNAL:FILE, once: if there is no FILE, which is made."""
+    number, _, file = what.partition(":")
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), int(number))

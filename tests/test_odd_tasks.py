@@ -1,0 +1,524 @@
+"""Tasks that are unusual but right give the right result, and those that cannot be right are refused by name (tests/tasks/odd.py)."""
+
+import functools
+import itertools
+import math
+import os
+import re
+import signal
+import threading
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, TASKS, check, in_group, make_args, run_processes, train, undisturbed
+from pitfalls import without_speed
+from torch import nn
+
+import checkpoint
+import common
+import loading
+import options
+import replicas
+import task
+
+ODD = ("--task", str(TASKS / "odd.py"), "--dtype", "float64", "--batch-size", "30", "--epochs", "3")
+ODD += ("--lr", "0.05", "--log-every", "1", "--warmup-epochs", "0.5")
+MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 3)]
+MASKS = {"mask", "unseen", "passing", "steps", "flags"}
+
+
+def same(one, other):
+    """Bitwise, and a NaN is a NaN."""
+    return torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)) and torch.equal(one.isnan(), other.isnan())
+
+
+# ------------------------------------------------------------------------- what is infinite, large or a flag by design
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+@pytest.mark.parametrize("average", ["none", "ema", "swa"])
+def test_buffers_by_design_survive_training_averages_and_saves(mode, n, average, tmp_path):
+    argv = (*ODD, "--model", "masks", "--epochs", "4", "--average", average)
+    result = train(mode, n, *argv, folder=tmp_path)
+    assert result.code == 0 and "not saved" not in result.err, result.err
+    saved = result.checkpoint()
+    for part in ("model", *(["average"] if average != "none" else [])):
+        found = saved[part]
+        assert same(found["mask"], torch.full((3, 3), -torch.inf).double().triu(1))
+        assert same(found["unseen"], torch.tensor([torch.nan, torch.inf, 1.0]).double())
+        assert found["steps"].item() == 2**24 + 1 + 2 * 24, "a sum of float32 would have been rounded"
+        assert found["flags"].tolist() == [True, False, True]
+        assert "passing" not in found
+    assert all(math.isfinite(line["loss"]) for line in result.lines)
+    assert (result.folder / "best.pt").exists()
+
+
+def test_weights_with_values_by_design_are_loaded(tmp_path):
+    argv = (*ODD, "--model", "masks", "--epochs", "1")
+    trained = train("single", 1, *argv, folder=tmp_path / "first")
+    again = train("single", 1, *argv, "--weights", trained.folder / "best.pt", folder=tmp_path / "second")
+    assert again.code == 0 and "weights: 14 of the model's 14 tensors" in again.out, again.out + again.err
+    bad = trained.checkpoint()["model"]
+    bad["unseen"][2] = torch.nan  # 1.0 by design
+    torch.save(bad, tmp_path / "bad.pt")
+    refused = train("single", 1, *argv, "--weights", tmp_path / "bad.pt", folder=tmp_path / "third")
+    assert refused.code == 2 and "unseen is not finite" in refused.err
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mode, n, tmp_path):
+    """A buffer with an infinity by design, in which another value becomes NaN."""
+    result = train(mode, n, *ODD, "--model", "ruined", folder=tmp_path)
+    assert result.code == 1 and "non-finite values in ruined" in result.err
+    assert "the run is done, but its last state was not saved" in result.err
+    assert not list(result.folder.glob("*.pt"))
+
+
+def test_became_non_finite_compares_place_by_place():
+    nan, inf = torch.nan, torch.inf
+    before = torch.tensor([nan, inf, -inf, 1.0])
+    for value, became in [
+        ([nan, inf, -inf, 1.0], False),
+        ([0.0, 0.0, 0.0, 0.0], False),
+        ([nan, inf, -inf, 2.0], False),
+        ([inf, inf, -inf, 1.0], True),
+        ([nan, -inf, -inf, 1.0], True),
+        ([nan, nan, -inf, 1.0], True),
+        ([nan, inf, -inf, inf], True),
+    ]:
+        assert common.became_non_finite(torch.tensor(value), before) == became, value
+        assert common.became_non_finite(torch.tensor(value), None) == (not torch.tensor(value).isfinite().all())
+    assert not common.became_non_finite(torch.tensor([2**60, -1]), None)
+
+
+def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
+    net.register_buffer("large", torch.tensor([2**53 + 1, 5]))
+    net.register_buffer("plain", torch.tensor([1.0, -torch.inf]).double())
+    average = common.build_average(Namespace(average="ema"), net)
+    expected = None
+    for step in range(5):
+        for tensor in (*net.parameters(), net[1].running_mean, net[1].running_var):
+            tensor.data = torch.rand_like(tensor)
+        net.large += step
+        net.plain[0] = step
+        average.update_parameters(net)
+        now = [tensor.detach().clone() for tensor in (*net.parameters(), net[1].running_mean, net[1].running_var)]
+        expected = now if expected is None else [old + 0.01 * (new - old) for old, new in zip(expected, now)]
+    module = average.module
+    for found, wanted in zip((*module.parameters(), module[1].running_mean, module[1].running_var), expected):
+        assert torch.allclose(found, wanted, rtol=1e-14, atol=0)
+        assert not torch.allclose(found, wanted * 1.001, rtol=1e-14, atol=0)
+    assert module.large.equal(net.large) and module.plain.equal(net.plain)
+    assert module[1].num_batches_tracked.equal(net[1].num_batches_tracked)
+
+
+# ------------------------------------------------------------------------------------------- SWA and another number of epochs
+
+
+@pytest.mark.parametrize(("first", "then"), [(4, 12), (4, 6), (5, 6), (4, 5), (8, 10)])
+def test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages(first, then, tmp_path):
+    """At a constant rate, for which the epochs themselves are the same."""
+    argv = (*ODD, "--model", "conv", "--average", "swa", "--schedule", "constant")
+    whole = undisturbed("single", 1, *argv, "--epochs", str(then))
+    assert train("single", 1, *argv, "--epochs", str(first), folder=tmp_path).code == 0
+    resumed = train("single", 1, *argv, "--epochs", str(then), "--resume", "auto", folder=tmp_path)
+    wanted = then - then * 3 // 4
+    if (first, then) == (8, 10):  # the average of epochs 7 and 8 is there, but that of epoch 8 alone is not needed: it is the last
+        assert wanted == 3
+    assert resumed.code == 0, resumed.err
+    ours, theirs = resumed.checkpoint()["average"], whole.checkpoint()["average"]
+    assert int(ours["n_averaged"]) == int(theirs["n_averaged"]) == wanted
+    assert all(torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)) for name, value in theirs.items())
+    later = [line for line in whole.eval_lines() if line["epoch"] >= first]
+    assert [line for line in resumed.eval_lines() if line["epoch"] >= first] == later
+    assert len({line["loss"] for line in later}) == len(later), "no evaluation repeats another"
+
+
+def test_swa_refuses_epochs_whose_average_is_lost(tmp_path):
+    argv = (*ODD, "--model", "conv", "--average", "swa", "--epochs", "12")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert int(result.checkpoint()["average"]["n_averaged"]) == 3
+    refused = train("single", 1, *argv, "--epochs", "14", "--resume", "auto", folder=tmp_path)
+    assert refused.code == 2
+    assert "--epochs 14: --average swa would begin in epoch 11, but" in refused.err
+    assert "holds the average of 3 of 12 epochs; use --epochs 12, or at least 16" in refused.err
+    for enough in ("13", "16"):
+        args = make_args("single", *argv, "--epochs", enough)
+        checkpoint.check_average(args, result.checkpoint(), result.folder / "last.pt")
+    with pytest.raises(options.UsageError, match="at least 16"):
+        checkpoint.check_average(
+            make_args("single", *argv, "--epochs", "15", "--batch-size", "30"),
+            {**result.checkpoint(), "step": 3},
+            result.folder / "last.pt",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- wrapped data sets
+
+
+def fetched(dataset, epoch, indices, seed=0):
+    args = Namespace(seed=seed, skip_corrupt=False)
+    return loading.KeyedDataset(dataset, args).__getitems__((epoch, indices))[0]
+
+
+@pytest.mark.parametrize("kind", ["subset", "random_split", "concat", "own"])
+@pytest.mark.parametrize("files", [False, True])
+def test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch(kind, files, tmp_path):
+    import odd
+
+    if files:
+        from torchvision.io import write_jpeg
+
+        images = torch.randint(0, 256, (40, 3, 80, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        for i, image in enumerate(images):
+            write_jpeg(image, str(tmp_path / f"{i}.jpg"))
+        plain = task.ImageFiles([(str(tmp_path / f"{i}.jpg"), 0) for i in range(40)], 64, training=True, seed=0)
+    else:
+        images = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        plain = task.ImagesInMemory(images, torch.arange(40), shift=1, flip=True)
+    wrapped = odd.wrap(odd.wrap(plain, kind), kind)
+    indices = list(range(40))
+    first, second, again = (fetched(wrapped, epoch, indices) for epoch in (0, 1, 0))
+    assert again.equal(first)
+    assert (first != second).flatten(1).any(1).double().mean() > 0.7
+    if kind != "random_split":  # which has its own order
+        assert first.equal(fetched(plain, 0, indices)) and second.equal(fetched(plain, 1, indices))
+
+
+@pytest.mark.parametrize("kind", ["subset", "own"])
+def test_wrapped_data_set_trains_like_the_plain_one(kind, tmp_path):
+    plain = undisturbed("single", 1, *ODD, "--model", "conv")
+    wrapped = train("ddp", 2, *ODD, "--model", f"conv+wrapped:{kind}", "--workers", "1", folder=tmp_path)
+    assert wrapped.code == 0, wrapped.err
+    losses = [line["loss"] for line in plain.train_lines()]
+    assert [line["loss"] for line in wrapped.train_lines()] == pytest.approx(losses, rel=1e-10)
+
+
+def test_data_sets_with_epochs_finds_each_once_and_ends():
+    class Circle(torch.utils.data.Dataset):
+        def __init__(self):
+            self.me, self.empty, self.text, self.rows = self, [], "abc", [[1, 2], [3]]
+
+    inner = task.ImagesInMemory(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2))
+    outer = Circle()
+    outer.both = [inner, inner]
+    assert loading.datasets_with_epochs(outer) == [inner]
+    assert loading.datasets_with_epochs(inner) == [inner]
+    assert loading.datasets_with_epochs([1, 2, 3]) == []
+
+
+# ------------------------------------------------------------------------------------------------------------- evaluation
+
+NOISE = (*ODD, "--model", "conv+noise")
+
+
+@pytest.mark.parametrize(("mode", "n"), [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 4), ("spawn", 3)])
+def test_pitfall_49_what_is_drawn_in_an_evaluation_is_the_same_in_every_mode(mode, n, tmp_path):
+    result, reference = train(mode, n, *NOISE, folder=tmp_path), undisturbed("single", 1, *NOISE)
+    quiet = undisturbed("single", 1, *ODD, "--model", "conv")
+    assert result.code == 0, result.err
+    for ours, theirs, plain in zip(result.eval_lines(), reference.eval_lines(), quiet.eval_lines(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
+        assert abs(ours["loss"] - plain["loss"]) > 1e-3, "the noise is there"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_path, monkeypatch):
+    reference = undisturbed(mode, n, *NOISE)
+    monkeypatch.setenv("STOP_IN_EVALUATION", f"{int(number)}:{tmp_path / 'seen'}")
+    first = train(mode, n, *NOISE, folder=tmp_path, patch=set_environment_of(monkeypatch))
+    assert first.code == 143 if number == signal.SIGTERM else first.code, first.err
+    saved = first.checkpoint()
+    expected = (1, 0) if number == signal.SIGTERM else (0, 6)  # a signal waits for the end of the evaluation
+    assert (saved["epoch"], saved["step"]) == expected
+    resumed = train(mode, n, *NOISE, "--resume", "auto", folder=tmp_path, patch=set_environment_of(monkeypatch))
+    assert resumed.code == 0, resumed.err
+    assert without_speed(resumed.lines) == without_speed(reference.lines)
+    assert resumed.checkpoint("best.pt")["best"] == reference.checkpoint("best.pt")["best"]
+
+
+def set_environment_of(monkeypatch):
+    from pitfalls import set_environment
+
+    return functools.partial(set_environment, {"STOP_IN_EVALUATION": os.environ["STOP_IN_EVALUATION"]})
+
+
+def test_signal_in_the_last_evaluation_lets_the_run_end_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOP_IN_EVALUATION", f"15:{tmp_path / 'seen'}")
+    result = train("single", 1, *NOISE, "--epochs", "1", folder=tmp_path, patch=set_environment_of(monkeypatch))
+    assert result.code == 0 and result.checkpoint()["epoch"] == 1 and (tmp_path / "seen").exists()
+
+
+def test_evaluation_batches_are_the_same_at_every_world_size():
+    for length, batch_size in itertools.product((1, 7, 8, 9, 57, 1000, 5000), (1, 3, 64, 500)):
+        whole = [indices for _, indices in common.ShardSampler(length, batch_size)]
+        assert max(map(len, whole)) <= min(batch_size, 128, math.ceil(length / 8))
+        for world_size in range(1, 6):
+            shards = [[i for _, i in common.ShardSampler(length, batch_size, r, world_size)] for r in range(world_size)]
+            joined = [shards[b % world_size][b // world_size] for b in range(len(whole))]
+            assert joined == whole and sum(map(len, shards)) == len(whole)
+
+
+def test_seeds_of_an_evaluation_are_no_seeds_of_training():
+    import random
+
+    import numpy as np
+
+    def drawn():
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    seeds = []
+    for begin in (
+        *(functools.partial(common.seed_evaluation, 3, i) for i in (0, 1, 2)),
+        *(functools.partial(common.seed_rng, 3, step, i) for step in (0, 1) for i in (0, 1)),
+        functools.partial(common.seed_evaluation, 4, 0),
+    ):
+        begin()
+        seeds.append(drawn())
+        begin()
+        assert drawn() == seeds[-1]
+    for values in zip(*seeds):
+        assert len(set(values)) == len(seeds)
+
+
+# ------------------------------------------------------------------------------- what an evaluation and a resume leave behind
+
+
+def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = (*ODD, "--model", "conv", "--keep-every", "1", "--tensorboard")
+    result = train("single", 1, *argv, folder=tmp_path)
+    before = (result.folder / "metrics.jsonl").read_bytes()
+    older = result.folder / "epoch-0001.pt"
+    again = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path)
+    assert again.code == 0, again.err
+    assert (result.folder / "metrics.jsonl").read_bytes() == before
+    loss = result.eval_lines()[0]["loss"]
+    assert f"epoch 1/3  eval  loss {loss:.6f}" in again.out
+    events = EventAccumulator(str(result.folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [6, 12, 18]
+    elsewhere = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path / "elsewhere")
+    assert [line["loss"] for line in elsewhere.eval_lines()] == [loss]
+
+
+def test_resume_in_another_folder_takes_best_along(tmp_path):
+    argv = (*ODD, "--model", "constant", "--epochs", "2")  # the first evaluation stays the best
+    first = train("single", 1, *argv, folder=tmp_path / "a")
+    assert first.checkpoint("best.pt")["epoch"] == 1
+    again = train("single", 1, *argv, "--epochs", "4", "--resume", first.folder / "last.pt", folder=tmp_path / "b")
+    assert again.code == 0 and again.checkpoint()["best"] == 1.0
+    assert again.checkpoint("best.pt")["epoch"] == 1 and again.checkpoint("best.pt")["best"] == 1.0
+
+
+def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
+    argv = (*ODD, "--model", "conv", "--keep-every", "1", "--epochs", "4")
+    straight = train("single", 1, *argv, folder=tmp_path / "a")
+    assert straight.checkpoint("best.pt")["epoch"] > 1
+    early = straight.folder / "epoch-0001.pt"
+    again = train("single", 1, *argv, "--epochs", "1", "--resume", early, folder=tmp_path / "b")
+    assert again.code == 0 and not (again.folder / "best.pt").exists(), "nothing was evaluated"
+    went_on = train("single", 1, *argv, "--resume", early, folder=tmp_path / "c")
+    assert went_on.checkpoint("best.pt")["epoch"] == straight.checkpoint("best.pt")["epoch"]
+    assert went_on.checkpoint()["best"] == straight.checkpoint()["best"]
+
+
+def ruin_one_save(rank):
+    """Let the weights look ruined while the second evaluation is saved."""
+    end_epoch = checkpoint.Run.end_epoch
+
+    def ruined(run, metrics):
+        if run.state.epoch != 1:
+            return end_epoch(run, metrics)
+        original, checkpoint.non_finite = checkpoint.non_finite, lambda *_: ["weight"]
+        end_epoch(run, {"loss": 0.0, "top1": 2.0, "count": 57})
+        checkpoint.non_finite = original
+
+    checkpoint.Run.end_epoch = ruined
+
+
+def test_refused_save_does_not_raise_the_best_score(tmp_path):
+    result = train("single", 1, *ODD, "--model", "conv", folder=tmp_path, patch=ruin_one_save)
+    assert result.code == 0, result.err
+    best = result.checkpoint("best.pt")
+    assert best["best"] == result.checkpoint()["best"] <= 1.0
+    assert best["epoch"] == 3, "and the next good one is the best"
+
+
+# ------------------------------------------------------------------------------------------------------ refused by name
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("lazy", "build_model: lazy.weight, lazy.bias has no shape yet"),
+        ("complex", "build_model: turn is complex"),
+        ("complex_buffer", "build_model: turn is complex"),
+        ("last_lacks", "per_sample_metrics must return the same names for every batch; only some batches have extra"),
+    ],
+)
+def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
+    with pytest.raises(options.UsageError, match=re.escape(message)):
+        check("single", 1, *ODD, "--model", model)
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_metric_of_some_batches_alone_ends_the_run(mode, n, tmp_path):
+    result = train(mode, n, *ODD, "--model", "sometimes", folder=tmp_path)
+    assert result.code == 1
+    assert "the same names for every batch; only some batches have threes" in result.err
+
+
+def check_names_of_ranks():
+    meter = common.Meter(torch.device("cpu"))
+    names = {0: ["a"], 1: ["a", "b"], 2: []}[dist.get_rank()]
+    if names:
+        meter.add(**dict.fromkeys(names, torch.ones(2)))
+    try:
+        meter.mean()
+        assert dist.get_rank() != 1
+    except ValueError as error:
+        print(error)
+        dist.all_reduce(torch.zeros(2, dtype=torch.float64))  # what the others wait for
+
+
+def test_names_that_one_rank_alone_has_are_an_error_and_an_empty_rank_is_none():
+    out = in_group(3, check_names_of_ranks)
+    assert [("only some batches have b" in text) for text in out] == [False, True, False]
+
+
+@pytest.mark.parametrize(("dataset", "folder"), [("digits", []), ("cifar10", ["--data-dir", "data"])])
+def test_image_size_without_effect_is_refused(dataset, folder):
+    with pytest.raises(options.UsageError, match=f"--image-size 224 has no effect on --dataset {dataset}"):
+        task.build_datasets(make_args("single", "--image-size", "224", "--dataset", dataset, *folder))
+    assert task.build_datasets(make_args("single", "--image-size", "16", "--dataset", "synthetic"))[0][0][0].shape == (3, 16, 16)
+
+
+def test_power_sgd_with_a_changing_scale_is_refused():
+    with pytest.raises(options.UsageError, match="which --amp fp16 changes"):
+        make_args("spawn", "--grad-compress", "powersgd", "--amp", "fp16")
+    for fine in (["--amp", "bf16"], []):
+        assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
+
+
+# ------------------------------------------------------------------------------------------------------------- gradients
+
+
+def nan_in_step(step, rank):
+    from pitfalls import wrap_in_task
+
+    calls = itertools.count()
+
+    def per_sample_loss(original, outputs, targets):
+        losses = original(outputs, targets)
+        return losses * float("nan") if losses.requires_grad and next(calls) == step and rank == 1 else losses
+
+    wrap_in_task("per_sample_loss", per_sample_loss)
+
+
+def test_power_sgd_forgets_a_nan(tmp_path):
+    argv = (*ODD, "--model", "conv", "--epochs", "6", "--grad-compress", "powersgd")
+    result = train("spawn", 2, *argv, folder=tmp_path, patch=functools.partial(nan_in_step, 14))
+    assert result.code == 0, result.err
+    assert [line["global_step"] for line in result.train_lines() if line["skipped"]] == [15]
+    assert result.train_lines()[-1]["loss"] < 0.7 * result.train_lines()[13]["loss"], "it goes on learning"
+    assert result.checkpoint()["global_step"] == 36
+
+
+def test_replicas_take_empty_parts_of_a_sample():
+    values = ({"x": torch.arange(7), "nothing": {}}, [(), torch.arange(7) * 2])
+    cut = replicas._chunk(values, 3)
+    assert [piece[0]["x"].tolist() for piece in cut] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [piece[1][1].tolist() for piece in cut] == [[0, 2, 4], [6, 8, 10], [12]]
+    assert all(piece[0]["nothing"] == {} and piece[1][0] == () for piece in cut)
+    assert len(replicas._chunk(values, 4)) == 4 and len(replicas._chunk((torch.arange(5),), 4)) == 3
+
+
+def test_cyclic_schedule_has_no_cliff():
+    """The warm-up rises to where the triangle begins; neighbours in the curve differ by no more than a step of the steepest line."""
+    args = make_args("single", "--schedule", "cyclic", "--epochs", "8", "--step-epochs", "3", "--warmup-epochs", "2")
+    curve = [common.lr_factor(args, step, 10) for step in range(80)]
+    assert curve[19] == pytest.approx(0.1) and curve[20] == pytest.approx(0.1)
+    assert curve[35] == pytest.approx(1.0) and curve[50] == pytest.approx(0.1) and curve[65] == pytest.approx(1.0)
+    assert max(abs(a - b) for a, b in itertools.pairwise(curve)) <= 0.9 / 15 + 1e-12
+    one = make_args("single", "--schedule", "cyclic", "--epochs", "8", "--warmup-epochs", "2")
+    curve = [common.lr_factor(one, step, 10) for step in range(80)]
+    assert max(curve) == curve[50] == pytest.approx(1.0) and curve[79] == pytest.approx(0.1 + 0.9 / 30)
+
+
+# ------------------------------------------------------------------------------------------------ called by another program
+
+
+def surroundings():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    numerics = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ()), dict(os.environ), torch.get_num_threads(), numerics
+
+
+def call_main_again_and_again(folder):
+    import train_single
+    import train_spawn
+
+    torch.set_num_threads(2)
+    os.environ["RANK"] = "7"
+    os.environ.pop("OMP_NUM_THREADS", None)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = surroundings()
+    argv = [*ODD, "--model", "conv", "--epochs", "1", "--deterministic"]
+    ends = []
+
+    def call(name):
+        ends.append(train_single.main([*argv, "--output-dir", f"{folder}/single{name}"]))
+        assert surroundings()[2:] == before[2:]
+        ends.append(train_spawn.main([*argv, "--nproc", "2", "--output-dir", f"{folder}/spawn{name}"]))
+        try:
+            train_single.main([*argv, "--batch-size", "0"])
+        except options.UsageError:
+            ends.append(2)
+
+    call("1")
+    assert surroundings() == before
+    thread = threading.Thread(target=call, args=("2",))
+    thread.start()
+    thread.join()
+    call("3")
+    assert ends == [0, 0, 2] * 3, ends
+    assert surroundings() == before, (surroundings(), before)
+    assert len({(folder / f"{mode}{i}" / "metrics.jsonl").read_text().count("\n") for mode in ("single", "spawn") for i in "123"}) == 1
+
+
+def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_path):
+    ((code, _, err),) = run_processes([functools.partial(call_main_again_and_again, tmp_path)], tmp_path)
+    assert code == 0, err
+
+
+def test_importing_a_script_changes_no_signal_handler():
+    import subprocess
+    import sys
+
+    code = "import signal, train_spawn, train_ddp, train_single, train_dp; "
+    code += "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler; assert signal.getsignal(15) == signal.SIG_DFL"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+# --------------------------------------------------------------------------------------------------------------- early ends
+
+
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 3), ("spawn", 4)])
+def test_early_end_of_all_ranks_has_its_exit_code(mode, n, tmp_path):
+    """They know of it after they met: the folder belongs to a run that is still there."""
+    import fcntl
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with open(folder / "metrics.jsonl", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        result = train(mode, n, *ODD, "--model", "conv", folder=tmp_path)
+    assert result.code == 2 and "another run is writing there" in result.err, result.err
+    assert "terminate called" not in result.err
