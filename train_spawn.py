@@ -89,9 +89,9 @@ def worker(local_rank: int, args: Namespace, meeting_place: str) -> int:
         return run.finish()
     while state.epoch < args.epochs:
         train_one_epoch(args, task, model, train_loader, state, run)
+        common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
         run.save("last.pt")  # an interruption of the evaluation then loses nothing
         common.update_bn(run, state.averaged(), train_loader)  # of an SWA average
-        common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
         run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
     return run.finish()
 

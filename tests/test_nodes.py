@@ -190,14 +190,14 @@ def test_each_node_says_why_it_ends(tmp_path):
         assert code == 2 and err.splitlines()[-1].endswith("--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"), err
 
 
-def stopped_with_a_full_disk(rank):
+def stopped_with_ruined_weights(rank):
     alone_on_its_node(rank)
     stop_after(5, rank)
-    checkpoint.Run._write_checkpoint = lambda *_: False
+    checkpoint.Run._write_checkpoint = lambda run, *_: setattr(run, "refused", "weight")
 
 
 def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
-    for code, _, err in ranks(tmp_path, patch=stopped_with_a_full_disk):
+    for code, _, err in ranks(tmp_path, patch=stopped_with_ruined_weights):
         assert code == 143 and "which was not saved" in err.splitlines()[-1], err
 
 

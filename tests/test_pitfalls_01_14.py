@@ -403,7 +403,7 @@ def count_all_reduces(rank):
         return work.get_future().then(lambda future: future.value()[0])
 
     compress, destroy = common.compress_gradients, dist.destroy_process_group
-    common.compress_gradients = lambda args, model: (compress(args, model), model.register_comm_hook(None, hook))
+    common.compress_gradients = lambda args, model, scaler: (compress(args, model, scaler), model.register_comm_hook(None, hook))
     dist.destroy_process_group = lambda: (print("reduced", count), destroy())
 
 

@@ -39,7 +39,7 @@ def print_gathered(rank):
     gather = replicas.DataParallel.gather
 
     def watched(self, outputs, output_device):
-        print("gathered", json.dumps([list(output["loss"].shape) for output in outputs]))
+        print("gathered", json.dumps([list(output.shape) for output in outputs]))
         return gather(self, outputs, output_device)
 
     replicas.DataParallel.gather = watched
@@ -197,7 +197,7 @@ def test_pitfall_32_one_rank_of_all_machines_saves(tmp_path):
     assert set(printed(wrong.out, "saves")) == {0, 1}
 
     right = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "right", patch=on_two_nodes)
-    assert right.code == 0 and printed(right.out, "saves") == [0, 0]  # last.pt and best.pt
+    assert right.code == 0 and printed(right.out, "saves") == [0, 0, 0]  # last.pt before the evaluation, best.pt and last.pt after it
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 33
@@ -443,16 +443,18 @@ ENDLESS = ("--workers", "2", "--epochs", "100000", "--log-every", "1000")
 def test_pitfall_39_nothing_outlives_the_launcher(number, tmp_path):
     """Processes stay on the machine after Ctrl-C, or when the launcher was killed: ranks and loader workers outlived it."""
     argv = [*BASE, *ENDLESS, "--nproc", "2", "--output-dir", str(tmp_path / "run")]
-    launcher = context.Process(target=functools.partial(exit_with, functools.partial(spawn_launcher, argv)))
+    log = tmp_path / "log"
+    launcher = context.Process(target=functools.partial(exit_with, functools.partial(spawn_launcher, argv), log))
     launcher.start()
     signal_in_training(launcher.pid, number, tmp_path / "run")
     launcher.join()
     assert launcher.exitcode == (130 if number == signal.SIGINT else -number)
-    saved = torch.load(tmp_path / "run" / "last.pt")
-    assert saved["epoch"] >= 1 and saved["step"] > 0, "within an epoch, which only a signal does: that of a dead launcher too"
+    assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 0
+    assert "after saving step" in log.read_text(), "the signal of a dead launcher stops the ranks too"
 
 
-def exit_with(function):
+def exit_with(function, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     sys.exit(function())
 
 
@@ -462,7 +464,8 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     command += [*BASE, *ENDLESS, "--output-dir", str(tmp_path / "run")]
     with open(tmp_path / "log", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as launcher:
         signal_in_training(launcher.pid, signal.SIGKILL, tmp_path / "run")
-    assert torch.load(tmp_path / "run" / "last.pt")["step"] > 0
+    assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 0
+    assert "stopped by SIGTERM after saving step" in (tmp_path / "log").read_text()
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 40

