@@ -1,12 +1,16 @@
 """How a run ends when something is not as it should be: what is saved, which code it ends with, and what the last line says."""
 
+import fcntl
 import functools
 import itertools
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +65,35 @@ def test_signal_of_torchrun_before_training_is_not_the_end_of_the_run(tmp_path):
     environment = functools.partial(set_environment, {"LAUNCH_END_FILE": str(tmp_path / "end")})
     result = train("ddp", 1, *BASE, folder=tmp_path, patch=Patches(environment, stop))
     assert result.code == 143 and not (tmp_path / "end").exists() and result.err == ""
+
+
+def leave_late(rank):
+    """Rank 1 is slow to hear why the run ends. It prints whether rank 0 was still there then."""
+    broadcast = checkpoint.broadcast_object
+    pid = Path(f"{os.environ['OUTPUT']}-pid")
+
+    def slow(value):
+        value = broadcast(value)
+        if rank == 0:
+            pid.write_text(str(os.getpid()))
+        elif isinstance(value, tuple) and value[1] is not None:
+            while not pid.exists() or not pid.read_text():
+                time.sleep(0.01)
+            descriptor = os.pidfd_open(int(pid.read_text()))
+            print("rank 0 left:", bool(select.select([descriptor], [], [], 1)[0]))
+        return value
+
+    checkpoint.broadcast_object = slow
+
+
+def test_early_end_of_all_ranks_waits_for_all(tmp_path):
+    """Or gloo could end a rank with SIGABRT, while it still talks to one that is gone."""
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        output = functools.partial(set_environment, {"OUTPUT": str(tmp_path / "run")})
+        result = train("ddp", 2, *BASE, folder=tmp_path, patch=Patches(output, leave_late))
+    assert result.code == 2 and "rank 0 left: False" in result.out, result.out + result.err
 
 
 def ranks_of(environment):

@@ -76,6 +76,17 @@ def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mod
     assert not list(result.folder.glob("*.pt"))
 
 
+def test_ranks_of_a_run_that_could_not_be_saved_end_alike(tmp_path):
+    from functools import partial
+
+    from harness import rank_of_run
+
+    argv = [*ODD, "--model", "ruined", "--epochs", "1", "--output-dir", str(tmp_path / "run")]
+    meet, record = str(tmp_path / "meet"), tmp_path / "gradients"
+    targets = [partial(rank_of_run, "ddp", rank, 2, argv, meet, record, 0, None) for rank in (0, 1)]
+    assert [code for code, _, _ in run_processes(targets, tmp_path)] == [1, 1]
+
+
 def test_became_non_finite_compares_place_by_place():
     nan, inf = torch.nan, torch.inf
     before = torch.tensor([nan, inf, -inf, 1.0])
@@ -241,6 +252,36 @@ def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_
     assert resumed.checkpoint("best.pt")["best"] == reference.checkpoint("best.pt")["best"]
 
 
+def look_before_the_evaluation(rank):
+    """Print the position of last.pt whenever an evaluation begins."""
+    seed_evaluation = common.seed_evaluation
+
+    def watched(seed, i):
+        if i == rank == 0:
+            saved = torch.load(f"{os.environ['OUTPUT']}/last.pt")
+            print("saved:", saved["epoch"], saved["step"], saved["global_step"], flush=True)
+        seed_evaluation(seed, i)
+
+    common.seed_evaluation = watched
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_run_is_saved_before_each_evaluation(mode, n, tmp_path):
+    from pitfalls import Patches, set_environment
+
+    output = functools.partial(set_environment, {"OUTPUT": str(tmp_path / "run")})
+    result = train(mode, n, *ODD, "--model", "conv", folder=tmp_path, patch=Patches(output, look_before_the_evaluation))
+    assert re.findall("saved: .*", result.out) == ["saved: 0 6 6", "saved: 1 6 12", "saved: 2 6 18"], result.err
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_evaluation_repeats_what_it_draws(mode, n, tmp_path):
+    """At a learning rate of 0 the evaluations of two epochs differ by what they draw alone."""
+    result = train(mode, n, *NOISE, "--lr", "0", "--epochs", "2", folder=tmp_path)
+    first, second = result.eval_lines()
+    assert first["loss"] == second["loss"], result.err
+
+
 def set_environment_of(monkeypatch):
     from pitfalls import set_environment
 
@@ -316,6 +357,14 @@ def test_resume_in_another_folder_takes_best_along(tmp_path):
     assert again.checkpoint("best.pt")["epoch"] == 1 and again.checkpoint("best.pt")["best"] == 1.0
 
 
+def test_best_pt_that_was_deleted_is_written_anew(tmp_path):
+    argv = (*ODD, "--model", "constant", "--epochs", "2")
+    first = train("single", 1, *argv, folder=tmp_path)
+    (first.folder / "best.pt").unlink()
+    again = train("single", 1, *argv, "--epochs", "3", "--resume", "auto", folder=tmp_path)
+    assert again.code == 0 and again.checkpoint("best.pt")["epoch"] == 3, again.err
+
+
 def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
     argv = (*ODD, "--model", "conv", "--keep-every", "1", "--epochs", "4")
     straight = train("single", 1, *argv, folder=tmp_path / "a")
@@ -361,6 +410,7 @@ def test_refused_save_does_not_raise_the_best_score(tmp_path):
         ("complex_buffer", "build_model: turn is complex"),
         ("last_lacks", "per_sample_metrics must return the same names for every batch; only some batches have extra"),
     ],
+    ids=["lazy", "complex", "complex_buffer", "last_lacks"],
 )
 def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
     with pytest.raises(options.UsageError, match=re.escape(message)):
@@ -495,6 +545,29 @@ def call_main_again_and_again(folder):
 
 def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_path):
     ((code, _, err),) = run_processes([functools.partial(call_main_again_and_again, tmp_path)], tmp_path)
+    assert code == 0, err
+
+
+def call_every_main(folder):
+    """A bad command line is enough: what parsing has changed must be as before."""
+    import importlib
+
+    for mode in ("single", "dp", "ddp", "spawn"):
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
+        script = importlib.import_module(f"train_{mode}")
+        before = dict(os.environ)
+        script.common.check_run = lambda args: os.environ.update(MADE_BY_THE_RUN="1")
+        script.common.set_up_device = script.common.meeting_place = lambda *_: 1 / 0
+        try:
+            script.main([])
+        except ZeroDivisionError:
+            assert dict(os.environ) == before, mode
+        else:
+            raise AssertionError(mode)
+
+
+def test_every_main_leaves_no_trace(tmp_path):
+    ((code, _, err),) = run_processes([functools.partial(call_every_main, tmp_path)], tmp_path)
     assert code == 0, err
 
 
