@@ -1,0 +1,1067 @@
+"""Train random small problems with random options: `bash run.sh fuzz [--trials N] [--seed S]`.
+
+A trial draws a command line, a task of tests/tasks/fuzzed.py, a mode and world size, an interruption,
+and a mode and world size to resume in. These must hold:
+
+| invariant | what is compared |
+|---|---|
+| mode | every mode computes what one device computes, in float64 to 1e-9 |
+| resume | an interrupted and resumed run is the undisturbed one: bitwise, or in another mode to 1e-8 |
+| log | metrics.jsonl has every line once, in order, and counts the skipped steps |
+| eval | `--eval-only` of a checkpoint gives the line that the run has logged |
+| end | exit code 0, nothing unexpected on stderr, no process and no file is left |
+| state | last.pt and best.pt are what the log says; a constant buffer keeps its value |
+| data | an augmented data set differs between two epochs, and repeats for the same epoch |
+
+A mode with its own statistics or dropout for each rank is compared with one device that computes the
+same slices one after the other. A violation is shrunk: parts of the trial are dropped as long as it
+still fails. The program prints the command that repeats what is left, and keeps its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "tasks")]
+
+import fuzzed
+import harness
+import torch
+from equivalence import pieces
+from pitfalls import after_step, wrap_in_task
+from torch import nn
+
+import common
+import loading
+import options
+
+SIDE_BY_SIDE = 2
+MODES = [("single", 1), ("dp", 2), ("dp", 3), *[(m, n) for m in ("ddp", "spawn") for n in (1, 2, 3)]]
+MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2]
+SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 0}
+RANKS = ("ddp", "spawn")
+ONE_DEVICE, OTHER_MODE, POWERSGD = 1e-9, 1e-8, 1e-8  # largest deviations that pass
+UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes its place"
+STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
+SHRINK_TRIES = 60
+alone = threading.Lock()  # for what uses this process's random generators or its stderr
+
+
+# ------------------------------------------------------------------------------------- a trial
+
+
+@dataclasses.dataclass
+class Trial:
+    """All that is drawn. `options` has the values of each option; a flag has none."""
+
+    seed: int
+    number: int
+    mode: str = "single"
+    n: int = 1
+    options: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    task: dict[str, Any] = dataclasses.field(default_factory=dict)
+    resume: tuple[str, int] = ("single", 1)
+    evaluate: tuple[str, int] = ("single", 1)
+    interruption: dict[str, Any] | None = None
+    earlier_epochs: int | None = None  # --epochs of the interrupted run, if fewer
+    checks: tuple[str, ...] = ("mode", "resume", "eval")
+    choice: float = 0.0  # which checkpoint is evaluated
+
+    def part(self, name: str) -> Any:
+        return self.task.get(name, fuzzed.DEFAULTS[name])
+
+    def value(self, option: str, default: str = "") -> str:
+        return self.options[option][0] if self.options.get(option) else default
+
+    @property
+    def epochs(self) -> int:
+        return int(self.value("--epochs"))
+
+    @property
+    def steps(self) -> int:
+        """Steps in an epoch."""
+        return self.part("train") // int(self.value("--batch-size"))
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the modes agree only to the precision of a half or single float."""
+        half = self.value("--grad-compress") in ("bf16", "fp16")
+        return half or self.value("--dtype") != "float64" or "--amp" in self.options
+
+    @property
+    def cut_matters(self) -> bool:
+        """Whether the numbers depend on how a batch is cut among ranks."""
+        own = self.part("norm") == "instance_tracked"
+        own |= self.part("norm").startswith("batch") and "--sync-bn" not in self.options
+        return own or self.part("dropout") > 0
+
+    def argv(self, **changes: list[str] | None) -> list[str]:
+        """The command line; `changes` as lr=["0.1"] replace an option, and None removes it."""
+        named = {f"--{name.replace('_', '-')}": values for name, values in changes.items()}
+        merged = {**self.options, **named}
+        given = [(name, values) for name, values in merged.items() if values is not None]
+        return [text for name, values in given for text in (name, *values)]
+
+
+# ------------------------------------------------------------------------------------ options
+# Every option of --help: a function that draws its values (None: the option is not given), or the
+# reason why it is not drawn. A new option must come here, or tests/test_fuzz.py fails.
+
+Drawer = Callable[[random.Random, Trial], "list[str] | None"]
+
+
+def sometimes(share: float, *choices: str) -> Drawer:
+    """Draw the option in a share of the trials, with one of the choices; with none it is a flag."""
+
+    def draw(rng: random.Random, trial: Trial) -> list[str] | None:
+        chosen = [rng.choice(choices)] if choices else []
+        return chosen if rng.random() < share else None
+
+    return draw
+
+
+def always(*choices: str) -> Drawer:
+    return sometimes(1.1, *choices)
+
+
+def draw_weights(rng: random.Random, trial: Trial) -> list[str] | None:
+    return ["weights.pt"] if rng.random() < 0.08 else None  # the trial makes the file
+
+
+def draw_freeze(rng: random.Random, trial: Trial) -> list[str] | None:
+    patterns = ["conv.*", "body.weight", "heads.0.*", "b*"]
+    if trial.part("norm") not in ("", "instance"):
+        patterns.append("norm.*")
+    return rng.sample(patterns, rng.randint(1, 2)) if rng.random() < 0.12 else None
+
+
+def draw_lr(rng: random.Random, trial: Trial) -> list[str]:
+    return [f"{10 ** rng.uniform(-2.5, -1.2):.4f}"]
+
+
+def draw_step_epochs(rng: random.Random, trial: Trial) -> list[str] | None:
+    if trial.value("--schedule") == "step":
+        return [str(rng.randint(1, 2)) for _ in range(rng.randint(1, 2))]
+    return [str(rng.randint(1, 3))] if trial.value("--schedule") == "cyclic" else None
+
+
+MADE_BY_TRIAL = "the trial sets it"
+ONE_MACHINE = "tests/test_nodes.py tries several machines"
+OTHER_DATA = "belongs to the default task's data sets"
+OPTIONS: dict[str, Drawer | str] = {
+    "--dataset": OTHER_DATA,
+    "--data-dir": OTHER_DATA,
+    "--download": OTHER_DATA,
+    "--image-size": OTHER_DATA,
+    "--skip-corrupt": sometimes(0.1),
+    "--balanced": sometimes(0.12),
+    "--workers": lambda rng, trial: [rng.choice("12") if rng.random() < 0.06 else "0"],
+    "--model": sometimes(0.1, "resnet9", "nothing-here-reads-it"),
+    "--weights": draw_weights,
+    "--freeze": draw_freeze,
+    "--task": MADE_BY_TRIAL,
+    "--epochs": always("2", "3"),
+    "--batch-size": lambda rng, trial: [str(rng.randint(6, 13))],
+    "--accum-steps": sometimes(0.35, "2", "3"),
+    "--optimizer": sometimes(0.4, "adamw", "sgd"),
+    "--lr": draw_lr,
+    "--momentum": sometimes(0.3, "0", "0.5", "0.8"),
+    "--nesterov": sometimes(0.2),
+    "--weight-decay": sometimes(0.3, "0", "0.01", "0.1"),
+    "--schedule": sometimes(0.7, "constant", "cosine", "step", "cyclic"),
+    "--warmup-epochs": sometimes(0.7, "0", "0.5", "1", "1.3"),
+    "--step-epochs": draw_step_epochs,
+    "--step-gamma": sometimes(0.2, "0", "0.3", "0.9"),
+    "--scale-lr": sometimes(0.15, "linear", "sqrt", "none"),
+    "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
+    "--label-smoothing": sometimes(0.3, "0", "0.3"),
+    "--average": sometimes(0.55, "ema", "swa"),
+    "--amp": sometimes(0.06, "bf16", "bf16", "fp16"),
+    "--compile": "takes half a minute a run; tests/equivalence.py tries it",
+    "--channels-last": sometimes(0.1),
+    "--dtype": lambda rng, trial: ["float32" if rng.random() < 0.1 else "float64"],
+    "--sync-bn": sometimes(0.25),
+    "--grad-compress": sometimes(0.1, "bf16", "fp16", "powersgd"),
+    "--find-unused-parameters": sometimes(0.1),
+    "--timeout": always("60"),
+    "--local-rank": "old launchers give it, and nothing reads it",
+    "--replicas": MADE_BY_TRIAL,
+    "--nproc": MADE_BY_TRIAL,
+    "--nnodes": ONE_MACHINE,
+    "--node-rank": ONE_MACHINE,
+    "--dist-url": ONE_MACHINE,
+    "--seed": sometimes(0.5, "1", "12345", str(2**62 + 3)),
+    "--output-dir": MADE_BY_TRIAL,
+    "--resume": MADE_BY_TRIAL,
+    "--save-every": sometimes(0.5, "1", "2", "5"),
+    "--keep-every": sometimes(0.2, "1", "2"),
+    "--eval-only": MADE_BY_TRIAL,
+    "--log-every": always("1", "2", "4", "50"),
+    "--tensorboard": sometimes(0.03),
+    "--device": always("cpu"),
+    "--deterministic": sometimes(0.1),
+}
+
+
+# -------------------------------------------------------------------------------------- drawing
+
+
+def draw(seed: int, number: int) -> Trial:
+    """Draw a trial; the same two numbers give the same one."""
+    rng = random.Random(f"{seed}-{number}")
+    trial = Trial(seed, number, *rng.choices(MODES, MODE_WEIGHTS)[0])
+    trial.task = draw_task(rng)
+    for name, drawer in OPTIONS.items():
+        values = drawer(rng, trial) if callable(drawer) else None
+        if values is not None:
+            trial.options[name] = values
+    steps = rng.randint(3, 5)
+    batch_size = int(trial.value("--batch-size"))
+    trial.task["train"] = steps * batch_size + rng.randrange(batch_size)
+    trial.resume = rng.choices(MODES, MODE_WEIGHTS)[0] if rng.random() < 0.5 else trial_mode(trial)
+    trial.evaluate = rng.choice(MODES) if rng.random() < 0.5 else trial_mode(trial)
+    trial.choice = rng.random()
+    trial.interruption = draw_interruption(rng)
+    if rng.random() < 0.15:
+        trial.earlier_epochs = rng.randint(1, 3)
+    checks = [name for name, share in (("mode", 0.6), ("resume", 0.7), ("eval", 0.6)) if rng.random() < share]
+    trial.checks = tuple(checks)
+    apply_theme(rng, trial)
+    if trial.part("train") and rng.random() < 0.15:
+        trial.task["nan_index"] = rng.randrange(trial.part("train"))
+        trial.task["nan_epoch"] = rng.choice([None, rng.randrange(trial.epochs)])
+    return constrain(trial)
+
+
+def trial_mode(trial: Trial) -> tuple[str, int]:
+    return trial.mode, trial.n
+
+
+def draw_task(rng: random.Random) -> dict[str, Any]:
+    shares = {
+        "data": (0.2, ["drawn"]),
+        "augment": (0.6, [True]),
+        "wrap": (0.3, ["subset", "random_split", "concat", "own"]),
+        "inputs": (0.35, ["dict", "tuple", "namedtuple"]),
+        "norm": (0.65, ["batch", "batch", "batch_mean", "instance", "instance_tracked", "layer", "group"]),
+        "spectral": (0.12, [True]),
+        "dropout": (0.2, [0.2]),
+        "heads": (0.3, [2, 3]),
+        "tied": (0.25, [True]),
+        "unused": (0.2, ["never", "rarely"]),
+        "frozen": (0.15, [True]),
+        "eval_noise": (0.15, ["model", "metric"]),
+        "metric": (0.4, ["accuracy", "nan"]),
+    }
+    task: dict[str, Any] = {"held_out": rng.choice([1, 2, 5, 11, 17])}
+    for name, (share, choices) in shares.items():
+        chosen = rng.choice(choices)
+        if rng.random() < share:
+            task[name] = chosen
+    if rng.random() < 0.6:
+        task["buffers"] = sorted(rng.sample(fuzzed.BUFFERS, rng.randint(1, 4)))
+    return task
+
+
+def draw_interruption(rng: random.Random) -> dict[str, Any] | None:
+    kind = rng.choice([*SIGNALS, "SIGKILL", "SIGKILL", None])
+    if kind is None:
+        return None
+    place = "evaluation" if rng.random() < 0.25 else "step"
+    at = rng.randint(1, 12) if place == "step" else rng.randint(1, 6)
+    return {"kind": kind, "place": place, "at": at, "rank": rng.randrange(3)}
+
+
+def apply_theme(rng: random.Random, trial: Trial) -> None:
+    """Make meetings of parts frequent that chance would bring together too seldom."""
+    themes = [None] * 8 + ["powersgd", "ema", "swa", "noise", "wrapped", "infinite", "weights"]
+    theme = rng.choice(themes)
+    if theme == "powersgd":  # which begins to compress at step 10
+        trial.mode, trial.n = rng.choice(RANKS), rng.randint(1, 3)
+        trial.options.update({"--grad-compress": ["powersgd"], "--batch-size": ["6"], "--epochs": ["3"]})
+        trial.options["--dtype"] = ["float64"]
+        trial.options.pop("--amp", None)
+        trial.task.update(train=36 + rng.randrange(6), wrap="", data="images")
+        trial.task.update(nan_index=rng.randrange(36), nan_epoch=rng.choice([1, 2]))
+        trial.checks = ("mode",)
+    elif theme == "ema":
+        trial.options["--average"] = ["ema"]
+        trial.task["buffers"] = sorted({"int64", "infinite", *trial.task.get("buffers", [])})
+    elif theme == "swa":
+        trial.earlier_epochs, epochs = rng.choice([(2, 3), (2, 4), (2, 5), (3, 4), (3, 5)])
+        trial.options.update({"--average": ["swa"], "--epochs": [str(epochs)]})
+        trial.checks = ("resume", *rng.sample(["mode", "eval"], 1))
+        trial.interruption = None if rng.random() < 0.7 else trial.interruption
+    elif theme == "noise":
+        trial.task["eval_noise"] = rng.choice(["model", "metric"])
+        trial.checks = ("mode", "eval")
+    elif theme == "wrapped":
+        trial.task.update(wrap=rng.choice(["subset", "random_split", "concat", "own"]), augment=True)
+        trial.task.pop("data", None)
+    elif theme == "infinite":
+        trial.task["buffers"] = ["infinite"]
+    elif theme == "weights":
+        trial.options["--weights"] = ["weights.pt"]
+
+
+def constrain(trial: Trial) -> Trial:
+    """Change what would make the command line or the comparison invalid."""
+    given, task = trial.options, trial.task
+    modes = [trial_mode(trial), trial.resume]
+
+    # The data set
+    if trial.part("wrap") in ("subset", "random_split", "concat") or trial.part("train") < 8:
+        given.pop("--balanced", None)  # these wrappers have no `targets`
+    if trial.part("inputs") != "tensor" and trial.part("wrap") not in ("", "own"):
+        given.pop("--balanced", None)
+    if trial.part("data") == "drawn":
+        task.pop("augment", None)
+    if trial.part("nan_index") is not None:
+        given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most of the steps
+        task["nan_index"] = min(trial.part("nan_index"), trial.part("train") - 1)
+        epoch = trial.part("nan_epoch")
+        marks = trial.part("data") == "images" and not trial.part("wrap")  # else no class knows it
+        task["nan_epoch"] = min(epoch, trial.epochs - 1) if epoch is not None and marks else None
+    if "--skip-corrupt" in given:
+        task.setdefault("corrupt", [1, trial.part("train") - 1])
+        task["corrupt"] = [index for index in task["corrupt"] if index < trial.part("train")]
+    else:
+        task.pop("corrupt", None)
+
+    # The optimizer
+    sgd = trial.value("--optimizer", "sgd") == "sgd"
+    if "--nesterov" in given and (not sgd or trial.value("--momentum") == "0"):
+        del given["--nesterov"]
+    if not sgd:
+        given["--lr"] = [f"{min(0.01, float(trial.value('--lr'))):.4f}"]
+    if trial.value("--grad-compress") == "none":
+        del given["--grad-compress"]
+    if "--freeze" in given:
+        trainable = dict.fromkeys(given["--freeze"])
+        if trial.part("norm") in ("", "instance"):
+            trainable.pop("norm.*", None)
+        given["--freeze"] = list(trainable) or ["conv.*"]
+
+    # More epochs
+    if trial.earlier_epochs is not None and trial.earlier_epochs >= trial.epochs:
+        trial.earlier_epochs = None
+    if trial.earlier_epochs is not None:
+        if trial.value("--schedule", "cosine") == "cosine":
+            given["--schedule"] = ["constant"]  # of cosine, the whole run depends on --epochs
+        if trial.value("--warmup-epochs", "0") > str(trial.earlier_epochs):
+            given["--warmup-epochs"] = ["1"]
+        if trial.value("--average") == "swa" and not swa_goes_on(trial):
+            del given["--average"]
+    if trial.value("--schedule") == "step":
+        given.setdefault("--step-epochs", ["1"])
+    elif trial.value("--schedule") == "cyclic":
+        given["--step-epochs"] = given.get("--step-epochs", ["2"])[:1]
+    else:
+        given.pop("--step-epochs", None)
+    if float(trial.value("--warmup-epochs", "0")) > min(trial.epochs, trial.earlier_epochs or 99):
+        given["--warmup-epochs"] = ["0.5"]
+
+    # Precision
+    if trial.value("--dtype") == "float64":
+        given.pop("--amp", None)
+    if "--amp" in given and trial.value("--amp") == "fp16" and "--grad-compress" in given:
+        del given["--grad-compress"]
+
+    # Modes
+    if trial.mode not in RANKS:
+        given.pop("--grad-compress", None)
+    if trial.mode == "dp":
+        given.pop("--sync-bn", None)
+    if not may_resume(trial):
+        trial.resume = trial_mode(trial)
+    if trial.value("--average") == "swa" or trial.rounded:  # statistics are estimated again
+        trial.evaluate = trial.resume if "resume" in trial.checks else trial_mode(trial)
+    if trial.evaluate[0] == "dp" and "--sync-bn" in given:
+        trial.evaluate = ("single", 1)
+    if trial.part("unused") and any(mode in RANKS for mode, _ in [*modes, trial.resume]):
+        given["--find-unused-parameters"] = []
+    devices = max(n for _, n in [trial_mode(trial), trial.resume, trial.evaluate])
+    least = devices * int(trial.value("--accum-steps", "1"))
+    if int(trial.value("--batch-size")) < least:
+        given["--batch-size"] = [str(least)]
+    task["train"] = max(trial.part("train"), 3 * int(trial.value("--batch-size")))
+    return trial
+
+
+def swa_goes_on(trial: Trial) -> bool:
+    """Whether more --epochs lead to the run that had them from the start.
+
+    The averages so far must count, or all be too early; and no BatchNorm, because an epoch that was
+    evaluated by its average has another line than one that was not.
+    """
+    before, after = trial.earlier_epochs * 3 // 4, trial.epochs * 3 // 4
+    plain = not trial.part("norm").startswith("batch")
+    return plain and (before == after or after >= trial.earlier_epochs) and trial.earlier_epochs - before < 2
+
+
+def may_resume(trial: Trial) -> bool:
+    """Whether a resumed run in the other mode is comparable with the undisturbed one."""
+    (mode, n), (other, m) = trial_mode(trial), trial.resume
+    if mode == other and n == m:
+        return True
+    if "--sync-bn" in trial.options and other == "dp":
+        return False
+    if "--grad-compress" in trial.options and other not in RANKS:
+        return False
+    if trial.rounded:
+        return same_numbers(trial)
+    if trial.value("--scale-lr", "none") != "none" and n != m:
+        return False
+    if trial.cut_matters:
+        return n == m and (n == 1 or same_numbers(trial))
+    return True
+
+
+def same_numbers(trial: Trial) -> bool:
+    """Whether the two modes compute the same bits."""
+    (mode, n), (other, m) = trial_mode(trial), trial.resume
+    return n == m and (mode == other or (mode in RANKS and other in RANKS))
+
+
+# ----------------------------------------------------------------------------- inside of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """What is done in each process of a run before the script starts."""
+
+    scratch: Path  # the working directory and TMPDIR are in it
+    check: tuple | None = None  # the command line, to be checked as a launcher does
+    cut: tuple[str, int] | None = None  # one device computes the slices of so many ranks
+    interruption: dict[str, Any] | None = None
+    sabotage: Callable[[int], None] | None = None
+
+    def __call__(self, rank: int) -> None:
+        os.chdir(self.scratch / "cwd")  # by which a process that is left is found
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch / "tmp")
+        if self.check and rank == 0:
+            before = dict(os.environ)
+            del os.environ["LAUNCH_MEETING_FILE"]  # says that a launcher has made the check
+            harness.check(*self.check)
+            os.environ.update(before)
+        if self.cut:
+            import train_single
+
+            train_single.train_one_epoch = functools.partial(train_in_pieces, self.cut)
+        if self.sabotage:
+            self.sabotage(rank)
+        if self.interruption and self.interruption["rank"] == rank:
+            self.interrupt(self.interruption)
+
+    def interrupt(self, interruption: dict[str, Any]) -> None:
+        number = signal.Signals[interruption["kind"]]
+
+        def act() -> None:
+            os.kill(os.getpid(), number)
+
+        if interruption["place"] == "step":
+            after_step(interruption["at"], act)
+            return
+        calls = 0
+
+        def per_sample_metrics(original: Callable, outputs: Any, targets: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == interruption["at"]:
+                act()
+            return original(outputs, targets)
+
+        wrap_in_task("per_sample_metrics", per_sample_metrics)
+
+
+def train_in_pieces(cut: tuple[str, int], args: Any, task: Any, model: nn.Module, loader: Any, state: Any, run: Any) -> None:
+    """Stand in for train_one_epoch: compute what the ranks compute, one after the other.
+
+    As equivalence.train_in_pieces; but each rank also starts from the same buffers, which counts
+    for buffers that a forward reads, such as those of the spectral norm.
+    """
+
+    def of_rank_0(batch: Any, accum_steps: int) -> list[Any]:
+        slices = [samples for _, rank, samples in pieces(*cut, args.batch_size, accum_steps) if rank == 0]
+        return [common.map_tensors(lambda tensor, s=s: tensor[s], batch) for s in slices]
+
+    common.split_batch = of_rank_0  # update_bn takes the statistics of rank 0
+    common.train_mode(model)
+    buffers = list(model.buffers())
+    for batch in run.batches(loader):
+        for i, rank, samples in pieces(*cut, args.batch_size, args.accum_steps):
+            inputs, targets = common.map_tensors(lambda tensor, s=samples: tensor[s], batch)
+            if rank == 0:
+                start = [buffer.clone() for buffer in buffers]
+            kept = [buffer.clone() for buffer in buffers]
+            for buffer, before in zip(buffers, start):
+                buffer.copy_(before)
+            common.seed_rng(args.seed, state.global_step, i, rank)
+            losses = task.per_sample_loss(model(inputs), targets)
+            state.scaler.scale(losses.sum() / args.batch_size).backward()
+            for buffer, before in zip(buffers, kept) if rank else ():
+                buffer.copy_(before)
+            run.meter.add(loss=losses)
+        grad_norm = state.scaler.unscale_(state.optimizer)
+        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        run.end_step(grad_norm)
+
+
+# ----------------------------------------------------------------------------------- comparing
+
+
+def differences(ours: Any, theirs: Any, tolerance: float, where: str = "") -> Iterator[str]:
+    """Yield the places at which two nested values differ: with tolerance 0, in any bit."""
+    if isinstance(theirs, dict):
+        if not isinstance(ours, dict) or ours.keys() != theirs.keys():
+            yield f"{where}: {shorten(ours)} has other keys than {shorten(theirs)}"
+            return
+        for key in theirs:
+            yield from differences(ours[key], theirs[key], tolerance, f"{where}.{key}".lstrip("."))
+    elif isinstance(theirs, (list, tuple)):
+        if not isinstance(ours, (list, tuple)) or len(ours) != len(theirs):
+            yield f"{where}: other length"
+            return
+        for i, (a, b) in enumerate(zip(ours, theirs)):
+            yield from differences(a, b, tolerance, f"{where}.{i}")
+    elif isinstance(theirs, torch.Tensor):
+        exact = tolerance == 0 or not theirs.is_floating_point()
+        limit = 0 if exact else tolerance
+        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        if not same or not torch.allclose(ours, theirs, rtol=limit, atol=limit, equal_nan=True):
+            yield f"{where}: {shorten(ours)} instead of {shorten(theirs)}"
+    elif isinstance(theirs, float) and isinstance(ours, float):
+        close = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
+        if not close and not (math.isnan(ours) and math.isnan(theirs)):
+            yield f"{where}: {ours!r} instead of {theirs!r}"
+    elif ours != theirs:
+        yield f"{where}: {shorten(ours)} instead of {shorten(theirs)}"
+
+
+def shorten(value: Any) -> str:
+    if isinstance(value, dict):
+        value = list(value)
+    if isinstance(value, torch.Tensor):
+        value = value.flatten()[:4].tolist()
+    text = repr(value)
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def without_speed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "images_per_s"} for line in lines]
+
+
+class Violation(Exception):
+    """An invariant does not hold; says which one, and how."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"[{invariant}] {message}")
+        self.invariant = invariant
+
+
+def expect(condition: Any, invariant: str, message: str) -> None:
+    if not condition:
+        raise Violation(invariant, message)
+
+
+# ------------------------------------------------------------------------------ running a trial
+
+
+class Runs:
+    """The runs of one trial, in its folder."""
+
+    def __init__(self, trial: Trial, folder: Path, sabotage: Callable | None = None, verbose: bool = False) -> None:
+        self.trial, self.folder, self.sabotage, self.verbose = trial, folder, sabotage, verbose
+        self.task = folder / f"task_{trial.number}.py"
+        self.count = 0
+
+    def check(self) -> None:
+        """Raise Violation if an invariant does not hold."""
+        trial = self.trial
+        self.write_files()
+        self.bad_steps = self.look_at_data()
+        undisturbed = self.run("undisturbed", trial.mode, trial.n, trial.argv(), check=True)
+        self.expect_end(undisturbed)
+        self.expect_log(undisturbed.folder, trial.epochs)
+        self.expect_state(undisturbed.folder)
+        if "mode" in trial.checks:
+            self.compare_with_one_device(undisturbed)
+        final, mode, exact = undisturbed, trial_mode(trial), True
+        if "resume" in trial.checks:
+            final, mode = self.interrupt_and_resume(undisturbed), trial.resume
+            exact = same_numbers(trial)
+        if "eval" in trial.checks:
+            self.evaluate_again(final, exact and trial.evaluate == mode)
+
+    def write_files(self) -> None:
+        trial = self.trial
+        lines = [
+            f'"""The task of trial {trial.number}, seed {trial.seed}."""',
+            f"import sys\n\nsys.path.append({str(TESTS / 'tasks')!r})",
+            "from fuzzed import make_task",
+            f"\nSPEC = {trial.task!r}",
+            "build_datasets, build_model, per_sample_loss, per_sample_metrics = make_task(SPEC)",
+        ]
+        self.task.write_text("\n".join(lines) + "\n")
+        if "--weights" in trial.options:
+            path = self.folder / "weights.pt"
+            trial.options["--weights"] = [str(path)]
+            with alone:
+                torch.manual_seed(1000)
+                args = argparse.Namespace(dtype=trial.value("--dtype"))
+                torch.save(fuzzed.make_task(trial.task)[1](args).state_dict(), path)
+
+    def run(
+        self, name: str, mode: str, n: int, argv: list[str], cut: tuple | None = None, check: bool = False,
+        interruption: dict[str, Any] | None = None, output: Path | None = None, whole: bool = True,
+    ) -> harness.Result:
+        """Train; raise Violation if a process or a file is left."""
+        self.count += 1
+        scratch = self.folder / f"{self.count}-{name}"
+        for part in ("cwd", "tmp"):
+            (scratch / part).mkdir(parents=True)
+        output = output or scratch / "run"
+        argv = [*argv, "--task", str(self.task), "--output-dir", str(output)]
+        if self.verbose:
+            how = f" (slices as of {cut[0]} {cut[1]})" if cut else ""
+            how += f" (interrupted: {interruption})" if interruption else ""
+            print(f"  {name}{how}: bash run.sh {mode} {n if mode != 'single' else ''} {' '.join(argv)}", flush=True)
+        sabotage = self.sabotage if cut is None and name != "one-device" else None
+        checked = (mode, n, *argv) if check else None
+        prepare = Prepare(scratch, checked, cut, interruption, sabotage)
+        result = harness.train(mode, n, *argv, folder=scratch, patch=prepare)
+        for label, text in (("out", result.out), ("err", result.err)):
+            (scratch / label).write_text(text)
+        for kept in (scratch / "cwd", scratch / "tmp") if whole else ():
+            left = sorted(path.name for path in kept.iterdir())
+            expect(not left, "end", f"{name}: left in {kept.name}: {', '.join(left[:3])}")
+        pids = processes_in(scratch)
+        deadline = time.monotonic() + 5
+        while pids and time.monotonic() < deadline:  # a loader worker ends by the death of its rank
+            time.sleep(0.01)
+            pids = processes_in(scratch)
+        expect(not pids, "end", f"{name}: processes are left: {pids}")
+        return result
+
+    # Each of the invariants
+
+    def look_at_data(self) -> set[tuple[int, int]]:
+        """Check the data set alone; return the (epoch, step) in which a NaN is met, step from 1."""
+        trial = self.trial
+        argv = trial.argv(grad_compress=None, sync_bn=None, find_unused_parameters=None)
+        with alone, contextlib.redirect_stderr(io.StringIO()):
+            args = options.parse_args("single", [*argv, "--task", str(self.task)])
+            train, _ = fuzzed.make_task(trial.task)[0](args)
+            keyed = loading.KeyedDataset(train, args)
+            length = len(train)
+
+            def fetch(epoch: int) -> list[tuple]:
+                return [keyed.__getitems__((epoch, [index])) for index in range(length)]
+
+            first, later, again = fetch(0), fetch(1), fetch(0)
+            nans = {}
+            if trial.part("nan_index") is not None:
+                for epoch in range(trial.epochs):
+                    found = [int(label) & fuzzed.NAN_LOSS for _, label in fetch(epoch)]
+                    nans[epoch] = {index for index, bad in enumerate(found) if bad}
+        images = [[flat_image(sample) for sample in epoch] for epoch in (first, later, again)]
+        same = sum(a.equal(b) for a, b in zip(images[0], images[2]))
+        expect(same == length, "data", f"{length - same} of {length} samples do not repeat")
+        changed = sum(not a.equal(b) for a, b in zip(images[0], images[1])) / length
+        if trial.part("augment") or trial.part("data") == "drawn":
+            expect(changed > 0.4, "data", f"only {changed:.0%} of the samples differ between two epochs")
+        else:
+            expect(changed == 0, "data", f"{changed:.0%} of the samples differ without augmentation")
+        bad = set()
+        seed, batch = int(trial.value("--seed", "0")), int(trial.value("--batch-size"))
+        for epoch, indices in nans.items():
+            generator = torch.Generator().manual_seed(loading.mix(seed, epoch))
+            order = torch.randperm(length, generator=generator).tolist()
+            places = [place for place, index in enumerate(order) if index in indices]
+            bad |= {(epoch, p // batch + 1) for p in places if p // batch < trial.steps}
+        return bad
+
+    def expect_end(self, result: harness.Result, codes: set[int] | None = None, declared: tuple[str, ...] = ()) -> None:
+        codes = codes or {0}
+        expect(result.code in codes, "end", f"exit code {result.code}: {last_lines(result.err)}")
+        declared = (*declared, UNREADABLE) if "--skip-corrupt" in self.trial.options else declared
+        strange = [line for line in result.err.splitlines() if not any(re.fullmatch(p, line) for p in declared)]
+        expect(not strange, "end", f"unexpected on stderr: {' | '.join(strange[:3])}")
+
+    def expect_log(self, folder: Path, epochs: int, complete: bool = True) -> None:
+        """Every line once, in order, with what must stand in it."""
+        trial, steps = self.trial, self.trial.steps
+        every = int(trial.value("--log-every", "50"))
+        wanted: list[tuple] = []
+        for epoch in range(epochs):
+            for step in range(1, steps + 1):
+                total = epoch * steps + step
+                if total % every == 0 or step == steps:
+                    wanted.append(("train", epoch, step, total))
+            wanted.append(("eval", epoch, None, (epoch + 1) * steps))
+        try:
+            lines = read_log(folder)
+            found = [(line["event"], line["epoch"], line.get("step"), line["global_step"]) for line in lines]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Violation("log", f"metrics.jsonl is malformed: {error!r}") from error
+        wanted = wanted if complete else wanted[: len(found)]
+        expect(found == wanted, "log", f"lines {found} instead of {wanted}")
+        before = 0
+        for line in lines:
+            where = f"{line['event']} line at step {line['global_step']}"
+            if line["event"] == "eval":
+                expect(line["count"] == trial.part("held_out"), "log", f"{where}: count {line['count']}")
+                expect(line["loss"] is not None, "log", f"{where}: the loss is not finite")
+                nan = trial.part("metric") == "nan"
+                expect((line["minus_error"] is None) == nan, "log", f"{where}: {line['minus_error']}")
+                continue
+            window = [divmod(step, steps) for step in range(before, line["global_step"])]
+            bad = sum((epoch, step + 1) in self.bad_steps for epoch, step in window)
+            before = line["global_step"]
+            if trial.value("--amp") == "fp16":  # its scale makes other steps overflow, too
+                continue
+            expect(line["skipped"] == bad, "log", f"{where}: skipped {line['skipped']}, not {bad}")
+            expect((line["loss"] is None) == (bad > 0), "log", f"{where}: loss {line['loss']}")
+
+    def expect_state(self, folder: Path) -> None:
+        """The files are those of a whole run, and agree with its log."""
+        trial = self.trial
+        names = {path.name for path in folder.iterdir()}
+        keep = int(trial.value("--keep-every", "0"))
+        kept = {f"epoch-{epoch:04}.pt" for epoch in range(keep, trial.epochs + 1, keep)} if keep else set()
+        wanted = {"last.pt", "metrics.jsonl", *kept}
+        missing = wanted - names
+        expect(not missing, "state", f"missing: {', '.join(sorted(missing))}")
+        events = {name for name in names if name.startswith("events.") and "--tensorboard" in trial.options}
+        extra = names - wanted - {"best.pt", "previous.pt"} - events
+        expect(not extra, "end", f"left in the output folder: {', '.join(sorted(extra))}")
+        last = load(folder / "last.pt")
+        place = (last["epoch"], last["step"], last["global_step"])
+        whole = (trial.epochs, 0, trial.epochs * trial.steps)
+        expect(place == whole, "state", f"last.pt is of {place}, not of {whole}")
+        metric = "top1" if trial.part("metric") == "accuracy" else "minus_error"
+        scores = [line[metric] for line in read_log(folder) if line["event"] == "eval"]
+        finite = [score for score in scores if score is not None]
+        expect(("best.pt" in names) == bool(finite), "state", f"best.pt and the scores {scores}")
+        best = max(finite, default=None)
+        expect(last["best"] == best, "state", f"best is {last['best']}, not {best}")
+        if finite:
+            epoch = load(folder / "best.pt")["epoch"]
+            expect(epoch == scores.index(best) + 1, "state", f"best.pt is of epoch {epoch}: {scores}")
+        for path in folder.glob("*.pt"):
+            self.expect_constants(path)
+
+    def expect_constants(self, path: Path) -> None:
+        net = nn.Module()
+        fuzzed.add_buffers(net, self.trial.part("buffers"))
+        net.to(getattr(torch, self.trial.value("--dtype")))
+        checkpoint = load(path)
+        for part in ("model", "average"):
+            for name, value in net.state_dict().items():
+                if name in checkpoint[part] and name != "buffer_counter":
+                    different = list(differences(checkpoint[part][name], value, 0, name))
+                    expect(not different, "state", f"{path.name}: {part}: a constant has changed: {different}")
+        average = checkpoint["average"]
+        if self.trial.value("--average") == "ema" and "buffer_counter" in average and average["n_averaged"]:
+            ours, theirs = average["buffer_counter"], checkpoint["model"]["buffer_counter"]
+            expect(ours.equal(theirs), "state", f"{path.name}: the average counts {ours}, the model {theirs}")
+
+    def compare_with_one_device(self, undisturbed: harness.Result) -> None:
+        trial = self.trial
+        changes: dict[str, Any] = {"grad_compress": None, "scale_lr": None, "workers": ["0"], "tensorboard": None}
+        factor = {"linear": trial.n, "sqrt": math.sqrt(trial.n)}.get(trial.value("--scale-lr"), 1)
+        changes["lr"] = [repr(float(trial.value("--lr")) * factor)]
+        mode, cut, tolerance = ("single", 1), None, ONE_DEVICE
+        forward_counts = trial.part("spectral") or "counter" in trial.part("buffers") or trial.part("eval_noise")
+        if trial.rounded or (trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1):
+            return
+        if trial.value("--grad-compress") == "powersgd":
+            if trial.n == 1:
+                return
+            mode, tolerance = ("ddp", 1), POWERSGD
+            changes["grad_compress"] = ["powersgd"]
+            if trial.cut_matters:
+                return
+        elif trial.mode == "single":
+            if trial.cut_matters or forward_counts or "--accum-steps" not in trial.options:
+                return
+            changes["accum_steps"] = None
+        elif trial.cut_matters and trial.n > 1:
+            cut = (trial.mode.replace("spawn", "ddp"), trial.n)
+        reference = self.run("one-device", *mode, trial.argv(**changes), cut=cut)
+        self.expect_end(reference)
+        self.expect_same(undisturbed.folder, reference.folder, tolerance, "mode", logs=False)
+
+    def interrupt_and_resume(self, undisturbed: harness.Result) -> harness.Result:
+        trial = self.trial
+        output = self.folder / "resumed"
+        epochs = trial.earlier_epochs or trial.epochs
+        argv = trial.argv(epochs=[str(epochs)])
+        kind = trial.interruption["kind"] if trial.interruption else None
+        interruption = None
+        if kind:
+            ranks = trial.n if trial.mode in RANKS else 1
+            interruption = {**trial.interruption, "rank": trial.interruption["rank"] % ranks}
+        run = functools.partial(self.run, output=output)
+        cut = run("interrupted", trial.mode, trial.n, argv, interruption=interruption, whole=kind != "SIGKILL")
+        if kind != "SIGKILL":
+            codes = {0, SIGNALS[kind]} if kind else {0}
+            self.expect_end(cut, codes, (STOPPED,) if kind else ())
+        else:
+            expect(cut.code in (0, 1, -9), "end", f"exit code {cut.code} after SIGKILL: {last_lines(cut.err)}")
+        self.expect_log(output, epochs, complete=cut.code == 0 and kind is None)
+        resumed = run("resumed", *trial.resume, [*trial.argv(), "--resume", "auto"])
+        self.expect_end(resumed)
+        self.expect_log(output, trial.epochs)
+        self.expect_state(output)
+        if trial.value("--grad-compress") == "powersgd":  # its error feedback begins anew
+            return resumed
+        exact = same_numbers(trial)
+        tolerance = 0 if exact else OTHER_MODE
+        self.expect_same(output, undisturbed.folder, tolerance, "resume", logs=exact)
+        return resumed
+
+    def expect_same(self, ours: Path, theirs: Path, tolerance: float, invariant: str, logs: bool) -> None:
+        lines = [without_speed(read_log(folder)) for folder in (ours, theirs)]
+        different = list(differences(*lines, tolerance, "metrics.jsonl"))
+        expect(not different, invariant, "; ".join(different[:3]))
+        for name in ("last.pt", "best.pt"):
+            if (theirs / name).exists() or (ours / name).exists():
+                found, wanted = (load(folder / name) for folder in (ours, theirs))
+                unlike = {"config"} if logs and name == "last.pt" else {"config", "log"}
+                pair = [{key: value[key] for key in value.keys() - unlike} for value in (found, wanted)]
+                different = list(differences(*pair, tolerance, name))
+                expect(not different, invariant, "; ".join(different[:3]))
+
+    def evaluate_again(self, result: harness.Result, exact: bool) -> None:
+        trial = self.trial
+        paths = sorted(result.folder.glob("*.pt"))
+        chosen = paths[int(trial.choice * len(paths))]
+        (mode, n), output = trial.evaluate, self.folder / "evaluated"
+        removed: dict[str, None] = {"weights": None}
+        if mode not in RANKS:
+            removed["grad_compress"] = None
+        argv = [*trial.argv(**removed), "--eval-only", "--resume", str(chosen)]
+        evaluated = self.run("evaluated", mode, n, argv, output=output)
+        self.expect_end(evaluated)
+        lines = read_log(output)
+        expect(len(lines) == 1, "eval", f"{len(lines)} lines of --eval-only {chosen.name}")
+        logged = [line for line in read_log(result.folder) if line["event"] == "eval"]
+        position = load(chosen)
+        if position["step"] not in (0, trial.steps):
+            return  # saved within an epoch: the run has not evaluated it
+        same = [line for line in logged if line["global_step"] == lines[0]["global_step"]]
+        expect(len(same) == 1, "eval", f"{chosen.name}: no line is logged as {lines[0]}")
+        different = list(differences(lines[0], same[0], 0 if exact else OTHER_MODE, chosen.name))
+        expect(not different, "eval", "; ".join(different[:3]))
+
+
+def flat_image(sample: Any) -> torch.Tensor:
+    inputs = sample[0]
+    return inputs["image"] if isinstance(inputs, dict) else inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+
+
+def load(path: Path) -> dict[str, Any]:
+    expect(path.exists(), "state", f"no {path.name}")
+    return torch.load(path, weights_only=True)
+
+
+def last_lines(text: str) -> str:
+    return " | ".join(text.strip().splitlines()[-3:])[-500:]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes whose working directory is below the folder."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{name}/cwd").startswith(f"{folder}/"):
+                    found.append(int(name))
+    return found
+
+
+# ------------------------------------------------------------------------------------ shrinking
+
+
+def droppable(trial: Trial) -> list[str]:
+    """Name the parts that shrinking may drop."""
+    fixed = {"--epochs", "--batch-size", "--lr", "--timeout", "--device", "--log-every", "--dtype", "--workers"}
+    names = [f"checks.{name}" for name in trial.checks]
+    names += ["interruption"] if trial.interruption else []
+    names += ["earlier_epochs"] if trial.earlier_epochs else []
+    names += ["resume"] if trial.resume != trial_mode(trial) else []
+    names += ["evaluate"] if trial.evaluate != trial_mode(trial) else []
+    names += [f"buffers.{name}" for name in trial.part("buffers")] if len(trial.part("buffers")) > 1 else []
+    names += [f"task.{name}" for name in trial.task if name not in ("train", "held_out")]
+    names += [name for name in trial.options if name not in fixed]
+    names += ["ddp"] if trial.mode == "spawn" else []
+    names += ["devices"] if trial.n > 1 else []
+    names += ["single"] if trial.mode != "single" else []
+    return names
+
+
+def drop(trial: Trial, name: str) -> Trial:
+    """Return the trial without the part."""
+    smaller = copy.deepcopy(trial)
+    kind, _, rest = name.partition(".")
+    if kind == "checks":
+        smaller.checks = tuple(check for check in trial.checks if check != rest)
+    elif name in ("interruption", "earlier_epochs"):
+        setattr(smaller, name, None)
+    elif name in ("resume", "evaluate"):
+        setattr(smaller, name, trial_mode(trial))
+    elif kind == "buffers":
+        smaller.task["buffers"] = [buffer for buffer in trial.part("buffers") if buffer != rest]
+    elif kind == "task":
+        smaller.task.pop(rest, None)
+        if rest == "corrupt":
+            smaller.options.pop("--skip-corrupt", None)
+    elif name in ("ddp", "single", "devices"):
+        other = {"ddp": ("ddp", trial.n), "single": ("single", 1), "devices": (trial.mode, trial.n - 1)}[name]
+        for field in ("resume", "evaluate"):
+            if getattr(smaller, field) == trial_mode(trial):
+                setattr(smaller, field, other)
+        smaller.mode, smaller.n = other
+    else:
+        smaller.options.pop(name, None)
+    return constrain(smaller)
+
+
+def attempt(trial: Trial, folder: Path, sabotage: Callable | None, verbose: bool = False) -> Violation | None:
+    """Run a trial in a new folder; return what is violated."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        Runs(copy.deepcopy(trial), folder, sabotage, verbose).check()
+    except Violation as violation:
+        return violation
+    except Exception as error:  # a file that cannot be read, for example
+        return Violation("fuzzer", f"{type(error).__name__}: {error}")
+    return None
+
+
+def shrink(trial: Trial, violation: Violation, folder: Path, sabotage: Callable | None) -> tuple[Trial, Violation, list[str]]:
+    """Drop parts as long as the same invariant is violated; return what is left, and the names."""
+    dropped: list[str] = []
+    tries = 0
+    for name in droppable(trial):
+        smaller = drop(trial, name)
+        if tries >= SHRINK_TRIES or smaller == trial:
+            continue
+        tries += 1
+        again = attempt(smaller, folder, sabotage)
+        if again and again.invariant == violation.invariant:
+            trial, violation = smaller, again
+            dropped.append(name)
+    return trial, violation, dropped
+
+
+def command(trial: Trial, dropped: list[str]) -> str:
+    text = f"bash run.sh fuzz --seed {trial.seed} --trial {trial.number}"
+    return f"{text} --drop {' '.join(name.lstrip('-') for name in dropped)}" if dropped else text
+
+
+def describe(trial: Trial) -> str:
+    """Tell in a few lines what a trial is."""
+    shown = " ".join(" ".join([name, *values]) for name, values in sorted(trial.options.items()))
+    earlier = f", at first {trial.earlier_epochs} epochs" if trial.earlier_epochs else ""
+    interruption = trial.interruption or {}
+    how = "{kind} in {place} {at} of rank {rank}".format(**interruption) if interruption else "not interrupted"
+    return (
+        f"  {trial.mode} {trial.n}, {how}{earlier}, resumed in {trial.resume[0]} {trial.resume[1]}, "
+        f"evaluated in {trial.evaluate[0]} {trial.evaluate[1]}; checks: {', '.join(trial.checks) or 'none'}\n"
+        f"  options: {shown}\n  task: {trial.task}"
+    )
+
+
+# ------------------------------------------------------------------------------------- campaign
+
+
+def run_one(trial: Trial, folder: Path, sabotage: Callable | None, verbose: bool, shrinking: bool) -> str:
+    """Run a trial; return the report of its violation, or nothing."""
+    place = folder / f"trial-{trial.number}"
+    violation = attempt(trial, place, sabotage, verbose)
+    if not violation:
+        shutil.rmtree(place)
+        return ""
+    dropped: list[str] = []
+    if shrinking:
+        smaller = folder / f"shrink-{trial.number}"
+        trial, violation, dropped = shrink(trial, violation, smaller, sabotage)
+        shutil.rmtree(smaller, ignore_errors=True)
+        if dropped:
+            attempt(trial, place, sabotage)  # leaves the folder of the smaller trial
+    report = f"trial {trial.number}: {violation}\n{describe(trial)}\n"
+    return f"{report}  again with: {command(trial, dropped)}\n  kept: {place}"
+
+
+def main(argv: list[str] | None = None, sabotage: Callable | None = None) -> int:
+    """Run the trials and return the exit code. `sabotage(rank)` breaks the runs, to see that it is noticed."""
+    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--trials", type=int, default=100, metavar="N", help="how many (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="number of the first trial")
+    parser.add_argument("--trial", type=int, metavar="K", help="only the trial with this number, in detail")
+    parser.add_argument("--drop", nargs="+", default=[], metavar="PART", help="leave these parts of the trial out")
+    parser.add_argument("--no-shrink", action="store_true", help="report a violation as it was found")
+    args = parser.parse_args(argv)
+    started, one = time.monotonic(), args.trial is not None
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    numbers = [args.trial] if one else range(args.first, args.first + args.trials)
+    trials = [draw(args.seed, number) for number in numbers]
+    for name in args.drop:
+        trials = [drop(trial, name if f"--{name}" not in OPTIONS else f"--{name}") for trial in trials]
+    if one:
+        print(f"trial {args.trial}, seed {args.seed}\n{describe(trials[0])}", flush=True)
+    shrinking, reports = not args.no_shrink and not args.drop, []
+    executor = ThreadPoolExecutor(SIDE_BY_SIDE)
+    try:
+        jobs = [executor.submit(run_one, trial, folder, sabotage, one, shrinking) for trial in trials]
+        for job in as_completed(jobs):
+            if job.result():
+                reports.append(job.result())
+                print(reports[-1], flush=True)
+    finally:
+        executor.shutdown(cancel_futures=True)  # waits for the runs under way
+        if not reports:
+            shutil.rmtree(folder)
+    minutes = (time.monotonic() - started) / 60
+    print(f"{len(trials)} trials, {len(reports)} violations, seed {args.seed}, {minutes:.1f} minutes")
+    return int(bool(reports))
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # runs side by side, each with all the cores, would wait
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""A random small problem, built from the parts that a specification names; tests/fuzz.py draws it.
+
+A specification is a dict with some of the keys of `DEFAULTS`. The program writes one task file for
+each trial, which hands its specification to `make_task`.
+"""
+
+from __future__ import annotations
+
+import random
+from argparse import Namespace
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+
+from task import ImagesInMemory
+
+CLASSES, SIZE, WIDTH = 4, 6, 12
+NAN_LOSS, NAN_METRIC = 8, 16  # added to the class of a sample; the loss and the metrics read them
+BIG = 2**24 + 1  # the first whole number that float32 cannot hold
+
+# Every key of a specification, with the value of the simplest task. Shrinking goes back to these.
+DEFAULTS: dict[str, Any] = {
+    "train": 33,  # number of training samples
+    "held_out": 11,
+    "data": "images",  # the shipped data set in memory; or "drawn": own randomness in __getitem__
+    "augment": False,
+    "wrap": "",  # subset, random_split, concat, own
+    "inputs": "tensor",  # dict, tuple, namedtuple
+    "corrupt": [],  # training samples that raise OSError
+    "nan_index": None,  # the training sample whose loss is NaN
+    "nan_epoch": None,  # ... in this epoch; None: in every epoch
+    "norm": "",  # batch, batch_mean, instance, instance_tracked, layer, group
+    "spectral": False,
+    "dropout": 0.0,
+    "heads": 1,
+    "tied": False,
+    "unused": "",  # never, rarely
+    "frozen": False,
+    "buffers": [],  # see `add_buffers`
+    "eval_noise": "",  # model, metric: draws random numbers in evaluation
+    "metric": "negative",  # accuracy, nan
+}
+PER_REPLICA = {"batch", "batch_mean", "instance_tracked"}  # norms with statistics of a rank's slice
+BUFFERS = ["bool", "uint8", "int32", "int64", "counter", "infinite", "hidden_infinite", "empty"]
+
+Pair = namedtuple("Pair", "image, extra")  # noqa: PYI024 (what a task may well use)
+
+
+# ----------------------------------------------------------------------------------------- data
+
+
+class Unreadable(ImagesInMemory):
+    """The shipped data set; some of its samples raise OSError."""
+
+    bad: frozenset[int] = frozenset()
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        if bad := self.bad & set(indices):
+            raise OSError(f"sample-{min(bad)}: broken on purpose")
+        return super().__getitems__(indices)
+
+
+class Drawn(Dataset):
+    """Draws from the generators of torch, Python and numpy when a sample is fetched."""
+
+    def __init__(self, images: Tensor, labels: Tensor, bad: frozenset[int]) -> None:
+        self.images, self.targets, self.bad = images, labels, bad
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.bad:
+            raise OSError(f"sample-{index}: broken on purpose")
+        noise = torch.randint(0, 20, (1, SIZE, SIZE)) + random.randrange(10) + np.random.randint(10)
+        return (self.images[index] // 2 + noise).to(torch.uint8), self.targets[index]
+
+
+class Own(Dataset):
+    """A user's class around a data set: it knows nothing of epochs or of whole batches."""
+
+    def __init__(self, inner: Dataset) -> None:
+        self.inner = inner
+        if hasattr(inner, "targets"):
+            self.targets = inner.targets
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Nested(Own):
+    """Turns the image of each sample into a nested input."""
+
+    def __init__(self, inner: Dataset, kind: str) -> None:
+        super().__init__(inner)
+        self.kind = kind
+
+    def nest(self, image: Tensor) -> Any:
+        pixels = image.double().flatten(-3)[..., :3] / 255
+        if self.kind == "dict":
+            return {"image": image, "extra": {"pixels": pixels, "bright": pixels.mean(-1) > 0.5}}
+        if self.kind == "namedtuple":
+            return Pair(image, [pixels])
+        return (image, [pixels]) if self.kind == "tuple" else image
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = self.inner[index]
+        return self.nest(image), label
+
+
+class NestedBatches(Nested):
+    """The same for a data set with `set_epoch` that returns whole batches; adds a NaN in one epoch."""
+
+    def __init__(self, inner: Dataset, kind: str, nan: tuple[int, int] | None) -> None:
+        super().__init__(inner, kind)
+        self.nan, self.epoch = nan, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.inner.set_epoch(epoch)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        images, labels = self.inner.__getitems__(indices)
+        if self.nan and self.nan[0] == self.epoch:
+            labels = labels + NAN_LOSS * (torch.tensor(indices) == self.nan[1])
+        return self.nest(images), labels
+
+
+def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return uint8 [count, 1, SIZE, SIZE], a noisy pattern for each class, and int64 [count]."""
+    generator = torch.Generator().manual_seed(seed)
+    patterns = torch.rand(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(99))
+    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    noise = torch.rand(count, 1, SIZE, SIZE, generator=generator)
+    return ((0.6 * patterns[labels] + 0.4 * noise) * 255).to(torch.uint8), labels
+
+
+def build_train(spec: dict[str, Any], seed: int) -> Dataset:
+    """Return the training set: the base, then the wrapper, then the class that nests the inputs."""
+    spare = 3 if spec["wrap"] in ("subset", "random_split") else 0  # samples that they leave out
+    images, labels = make_images(spec["train"] + spare, seed=1)
+    if spec["nan_index"] is not None and spec["nan_epoch"] is None:
+        labels[spec["nan_index"]] += NAN_LOSS
+    bad = frozenset(spec["corrupt"])
+
+    def base(part: slice, bad: frozenset[int]) -> Dataset:
+        if spec["data"] == "drawn":
+            return Drawn(images[part], labels[part], bad)
+        augment = {"shift": 1, "flip": True, "seed": seed} if spec["augment"] else {}
+        dataset = Unreadable(images[part], labels[part], **augment)
+        dataset.bad = bad
+        return dataset
+
+    if spec["wrap"] == "concat":
+        half = spec["train"] // 2
+        second = frozenset(index - half for index in bad if index >= half)
+        parts = [base(slice(0, half), frozenset(i for i in bad if i < half))]
+        dataset: Dataset = ConcatDataset([*parts, base(slice(half, None), second)])
+    else:
+        dataset = base(slice(None), bad)
+    generator = torch.Generator().manual_seed(5)
+    if spec["wrap"] == "subset":
+        chosen = torch.randperm(len(labels), generator=generator)[: spec["train"]]
+        dataset = Subset(dataset, chosen.tolist())
+    elif spec["wrap"] == "random_split":
+        dataset = random_split(dataset, [spec["train"], spare], generator=generator)[0]
+    elif spec["wrap"] == "own":
+        dataset = Own(dataset)
+    nan = None
+    if spec["nan_epoch"] is not None and spec["nan_index"] is not None:
+        nan = (spec["nan_epoch"], spec["nan_index"])
+    if hasattr(dataset, "set_epoch"):
+        plain = spec["inputs"] == "tensor" and nan is None
+        return dataset if plain else NestedBatches(dataset, spec["inputs"], nan)
+    return dataset if spec["inputs"] == "tensor" else Nested(dataset, spec["inputs"])
+
+
+def build_held_out(spec: dict[str, Any]) -> Dataset:
+    images, labels = make_images(spec["held_out"], seed=2)
+    if spec["metric"] == "nan":
+        labels[len(labels) // 2] += NAN_METRIC
+    drawn = spec["data"] == "drawn"
+    dataset = Drawn(images, labels, frozenset()) if drawn else ImagesInMemory(images, labels)
+    if spec["inputs"] == "tensor":
+        return dataset
+    nested = Nested if drawn else NestedBatches
+    return nested(dataset, spec["inputs"], *([] if drawn else [None]))
+
+
+# ---------------------------------------------------------------------------------------- model
+
+
+def build_norm(name: str) -> nn.Module:
+    if name == "batch":
+        return nn.BatchNorm2d(4)
+    if name == "batch_mean":
+        return nn.BatchNorm2d(4, momentum=None)
+    if name.startswith("instance"):
+        return nn.InstanceNorm2d(4, affine=True, track_running_stats=name == "instance_tracked")
+    norms = {"layer": nn.LayerNorm([4, SIZE, SIZE]), "group": nn.GroupNorm(2, 4)}
+    return norms.get(name) or nn.Identity()
+
+
+def add_buffers(net: nn.Module, names: list[str]) -> None:
+    """Register buffers; all but `counter` must keep their values, whatever is done to the model."""
+    mask = torch.full((4, 4), -torch.inf).triu(1)
+    values = {
+        "bool": torch.tensor([True, False, True]),
+        "uint8": torch.tensor([255, 0, 7], dtype=torch.uint8),
+        "int32": torch.tensor([[2**31 - 1, -(2**31)]], dtype=torch.int32),
+        "int64": torch.tensor([BIG, -BIG, 2**53 + 1, 3]),
+        "counter": torch.tensor(BIG),
+        "infinite": mask,
+        "hidden_infinite": mask.clone(),
+        "empty": torch.empty(0, 3),
+    }
+    for name in names:
+        net.register_buffer(f"buffer_{name}", values[name], persistent="hidden" not in name)
+
+
+class Net(nn.Module):
+    """Images uint8 [n, 1, SIZE, SIZE], alone or nested -> logits [n, CLASSES], one or several."""
+
+    def __init__(self, spec: dict[str, Any], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec, self.dtype = spec, dtype
+        # The gradient of a bias before these norms is zero but for rounding; AdamW would follow it
+        bias = not spec["norm"].startswith(("batch", "instance"))
+        self.conv: nn.Module = nn.Conv2d(1, 4, 3, padding=1, bias=bias)
+        if spec["spectral"]:
+            self.conv = nn.utils.parametrizations.spectral_norm(self.conv)
+        self.norm = build_norm(spec["norm"])
+        self.body = nn.Linear(4 * (SIZE // 2) ** 2, WIDTH)
+        self.drop = nn.Dropout(spec["dropout"])
+        if spec["inputs"] != "tensor":
+            self.extra = nn.Linear(3, WIDTH)
+        if spec["tied"]:
+            self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.decoder.weight = self.encoder.weight
+        if spec["unused"]:
+            self.never = nn.Linear(3, 3)
+        if spec["unused"] == "rarely":
+            self.rarely = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(spec["heads"]))
+        if spec["frozen"]:
+            self.body.bias.requires_grad_(False)
+        add_buffers(self, spec["buffers"])
+
+    def forward(self, inputs: Any) -> Any:
+        image, pixels = inputs, None
+        if isinstance(inputs, dict):
+            image, pixels = inputs["image"], inputs["extra"]["pixels"]
+        elif isinstance(inputs, (tuple, list)):
+            image, (pixels,) = inputs
+        value = torch.tanh(self.norm(self.conv(image.to(self.dtype) / 100 - 1)))
+        value = self.body(F.avg_pool2d(value, 2).flatten(1))
+        if pixels is not None:
+            value = value + self.extra(pixels.to(self.dtype))
+        value = self.drop(torch.tanh(value))
+        if self.spec["tied"]:
+            value = value + torch.tanh(self.decoder(torch.tanh(self.encoder(value))))
+        if self.spec["unused"] == "rarely":  # some ranks do not use it, and in some steps none does
+            chosen = (image.flatten(1)[:, 0] > 170).nonzero().flatten()
+            if len(chosen):
+                value = value.index_add(0, chosen, torch.tanh(self.rarely(value[chosen])).to(value))
+        for name in ("buffer_infinite", "buffer_hidden_infinite"):
+            if hasattr(self, name):
+                value = self.attend(value, getattr(self, name))
+        if self.training and hasattr(self, "buffer_counter"):
+            self.buffer_counter += 1
+        if not self.training and self.spec["eval_noise"] == "model":
+            value = value + 0.1 * torch.randn_like(value)
+        first, *others = (head(value) for head in self.heads)
+        return {"first": first, "others": tuple(others)} if others else first
+
+    def attend(self, value: Tensor, mask: Tensor) -> Tensor:
+        tokens = value.view(-1, 4, WIDTH // 4)
+        weights = torch.softmax(tokens @ tokens.transpose(1, 2) + mask.to(tokens.dtype), dim=2)
+        return value + (weights @ tokens).flatten(1)
+
+
+# ----------------------------------------------------------------------------------------- task
+
+
+def logits_of(outputs: Any) -> list[Tensor]:
+    return [outputs["first"], *outputs["others"]] if isinstance(outputs, dict) else [outputs]
+
+
+def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Callable]:
+    """Return the four functions of a task; `changes` is what differs from `DEFAULTS`."""
+    assert changes.keys() <= DEFAULTS.keys(), f"unknown parts: {changes.keys() - DEFAULTS.keys()}"
+    spec = {**DEFAULTS, **changes}
+
+    def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
+        return build_train(spec, args.seed), build_held_out(spec)
+
+    def build_model(args: Namespace) -> nn.Module:
+        return Net(spec, getattr(torch, args.dtype))
+
+    def per_sample_loss(outputs: Any, targets: Tensor, *, label_smoothing: float) -> Tensor:
+        losses = 0
+        for logits in logits_of(outputs):
+            options = {"reduction": "none", "label_smoothing": label_smoothing}
+            losses = losses + F.cross_entropy(logits, targets % CLASSES, **options)
+        return losses * torch.where(targets & NAN_LOSS > 0, float("nan"), 1.0)
+
+    def per_sample_metrics(outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        labels, logits = targets % CLASSES, logits_of(outputs)[0].double()
+        error = (logits.softmax(1) - F.one_hot(labels, CLASSES)).square().sum(1)
+        if spec["eval_noise"] == "metric":
+            error = error + 0.1 * torch.rand(len(error), dtype=error.dtype)
+        hits = (logits.argmax(1) == labels).float()
+        if spec["metric"] == "nan":
+            error = torch.where(targets & NAN_METRIC > 0, float("nan"), error)
+        found = {"minus_error": -error, "top1": hits}
+        return dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
+
+    return build_datasets, build_model, per_sample_loss, per_sample_metrics
