@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash run.sh MODE [N] [options]     MODE: single, dp, ddp or spawn trains on N devices; plot draws runs; bench measures
-#                                    speed; test (options go to pytest), equivalence, mutants and faults prove
+#                                    speed; test (options go to pytest), equivalence, mutants, faults and fuzz prove
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # Several machines: bash run.sh ddp N --nnodes 2 --node-rank 0|1 --master-addr ADDRESS OF THE FIRST [--master-port PORT]
@@ -14,10 +14,10 @@ mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
   single | dp | ddp | spawn | plot | bench) ;;
-  test | equivalence | mutants | faults) needed+=("$here/tests/requirements.txt") ;;
+  test | equivalence | mutants | faults | fuzz) needed+=("$here/tests/requirements.txt") ;;
   -h | --help | help) usage && exit 0 ;;
   "") usage >&2 && exit 2 ;;
-  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults" ;;
+  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults|fuzz" ;;
 esac
 shift
 
@@ -45,7 +45,7 @@ fi
 
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
-  equivalence | mutants | faults) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
+  equivalence | mutants | faults | fuzz) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
   plot | bench) exec "$python" "$here/$mode.py" "$@" ;;
 esac
 

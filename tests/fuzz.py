@@ -42,8 +42,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "tasks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent / "tasks"))
 
 import fuzzed
 import harness
@@ -64,6 +64,7 @@ RANKS = ("ddp", "spawn")
 ONE_DEVICE, OTHER_MODE, POWERSGD = 1e-9, 1e-8, 1e-8  # largest deviations that pass
 UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes its place"
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
+NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified in DDP constructor, but did not find any.*"
 SHRINK_TRIES = 60
 alone = threading.Lock()  # for what uses this process's random generators or its stderr
 
@@ -239,7 +240,7 @@ def draw(seed: int, number: int) -> Trial:
     steps = rng.randint(3, 5)
     batch_size = int(trial.value("--batch-size"))
     trial.task["train"] = steps * batch_size + rng.randrange(batch_size)
-    trial.resume = rng.choices(MODES, MODE_WEIGHTS)[0] if rng.random() < 0.5 else trial_mode(trial)
+    trial.resume = rng.choices(MODES, MODE_WEIGHTS)[0] if rng.random() < 0.75 else trial_mode(trial)
     trial.evaluate = rng.choice(MODES) if rng.random() < 0.5 else trial_mode(trial)
     trial.choice = rng.random()
     trial.interruption = draw_interruption(rng)
@@ -627,7 +628,7 @@ class Runs:
         trial = self.trial
         lines = [
             f'"""The task of trial {trial.number}, seed {trial.seed}."""',
-            f"import sys\n\nsys.path.append({str(TESTS / 'tasks')!r})",
+            f"import sys\n\nsys.path.append({str(harness.TASKS)!r})",
             "from fuzzed import make_task",
             f"\nSPEC = {trial.task!r}",
             "build_datasets, build_model, per_sample_loss, per_sample_metrics = make_task(SPEC)",
@@ -642,8 +643,16 @@ class Runs:
                 torch.save(fuzzed.make_task(trial.task)[1](args).state_dict(), path)
 
     def run(
-        self, name: str, mode: str, n: int, argv: list[str], cut: tuple | None = None, check: bool = False,
-        interruption: dict[str, Any] | None = None, output: Path | None = None, whole: bool = True,
+        self,
+        name: str,
+        mode: str,
+        n: int,
+        argv: list[str],
+        cut: tuple | None = None,
+        check: bool = False,
+        interruption: dict[str, Any] | None = None,
+        output: Path | None = None,
+        whole: bool = True,
     ) -> harness.Result:
         """Train; raise Violation if a process or a file is left."""
         self.count += 1
@@ -714,7 +723,10 @@ class Runs:
     def expect_end(self, result: harness.Result, codes: set[int] | None = None, declared: tuple[str, ...] = ()) -> None:
         codes = codes or {0}
         expect(result.code in codes, "end", f"exit code {result.code}: {last_lines(result.err)}")
-        declared = (*declared, UNREADABLE) if "--skip-corrupt" in self.trial.options else declared
+        if "--skip-corrupt" in self.trial.options:
+            declared += (UNREADABLE,)
+        if "--find-unused-parameters" in self.trial.options:  # torch tells when it was not needed
+            declared += (NONE_UNUSED,)
         strange = [line for line in result.err.splitlines() if not any(re.fullmatch(p, line) for p in declared)]
         expect(not strange, "end", f"unexpected on stderr: {' | '.join(strange[:3])}")
 

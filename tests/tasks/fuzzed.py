@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
 PER_REPLICA = {"batch", "batch_mean", "instance_tracked"}  # norms with statistics of a rank's slice
 BUFFERS = ["bool", "uint8", "int32", "int64", "counter", "infinite", "hidden_infinite", "empty"]
 
-Pair = namedtuple("Pair", "image, extra")  # noqa: PYI024 (what a task may well use)
+Pair = namedtuple("Pair", "image, extra")
 
 
 # ----------------------------------------------------------------------------------------- data
