@@ -384,8 +384,8 @@ def constrain(trial: Trial) -> Trial:
         given["--warmup-epochs"] = ["0.5"]
 
     # Precision
-    if trial.value("--dtype") == "float64":
-        given.pop("--amp", None)
+    if "--amp" in given:
+        given["--dtype"] = ["float32"]
     if "--amp" in given and trial.value("--amp") == "fp16" and "--grad-compress" in given:
         del given["--grad-compress"]
 
@@ -1038,6 +1038,10 @@ def run_one(trial: Trial, folder: Path, sabotage: Callable | None, verbose: bool
     return f"{report}  again with: {command(trial, dropped)}\n  kept: {place}"
 
 
+def new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="fuzz-"))
+
+
 def main(argv: list[str] | None = None, sabotage: Callable | None = None) -> int:
     """Run the trials and return the exit code. `sabotage(rank)` breaks the runs, to see that it is noticed."""
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -1049,7 +1053,7 @@ def main(argv: list[str] | None = None, sabotage: Callable | None = None) -> int
     parser.add_argument("--no-shrink", action="store_true", help="report a violation as it was found")
     args = parser.parse_args(argv)
     started, one = time.monotonic(), args.trial is not None
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    folder = new_folder()
     numbers = [args.trial] if one else range(args.first, args.first + args.trials)
     trials = [draw(args.seed, number) for number in numbers]
     for name in args.drop:

@@ -81,7 +81,7 @@ def test_a_violation_is_found_and_shrunk(monkeypatch, tmp_path, capsys):
     simple.checks, simple.interruption, simple.earlier_epochs = ("mode",), None, None
     simple.resume = simple.evaluate = ("ddp", 2)
     monkeypatch.setattr(fuzz, "draw", lambda seed, number: fuzz.constrain(simple))
-    monkeypatch.setattr(fuzz.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(fuzz, "new_folder", lambda: tmp_path)
     assert fuzz.main(["--seed", "7", "--trial", "3"], sabotage=break_averages) == 1
     out = capsys.readouterr().out
     found = re.search(r"again with: bash run.sh fuzz --seed 7 --trial 3 --drop (.*)", out)
@@ -94,7 +94,7 @@ def test_a_violation_is_found_and_shrunk(monkeypatch, tmp_path, capsys):
 def test_a_trial_without_violation_leaves_nothing(monkeypatch, tmp_path):
     folder = tmp_path / "fuzz"
     folder.mkdir()
-    monkeypatch.setattr(fuzz.tempfile, "mkdtemp", lambda prefix: str(folder))
+    monkeypatch.setattr(fuzz, "new_folder", lambda: folder)
     monkeypatch.setattr(fuzz.Runs, "check", lambda self: None)
     assert fuzz.main(["--trials", "2"]) == 0
     assert not folder.exists()
