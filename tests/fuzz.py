@@ -1,21 +1,21 @@
 """Train random small problems with random options: `bash run.sh fuzz [--trials N] [--seed S]`.
 
-A trial draws a command line, a task of tests/tasks/fuzzed.py, a mode and world size, an interruption,
-and a mode and world size to resume in. These must hold:
+A trial draws a command line, a task of tests/tasks/fuzzed.py, a mode and world size, an
+interruption, and a mode and world size to resume in. These must hold:
 
 | invariant | what is compared |
 |---|---|
 | mode | every mode computes what one device computes, in float64 to 1e-9 |
-| resume | an interrupted and resumed run is the undisturbed one: bitwise, or in another mode to 1e-8 |
+| resume | a resumed run is the undisturbed one: bitwise, or in another mode to 1e-8 |
 | log | metrics.jsonl has every line once, in order, and counts the skipped steps |
 | eval | `--eval-only` of a checkpoint gives the line that the run has logged |
 | end | exit code 0, nothing unexpected on stderr, no process and no file is left |
 | state | last.pt and best.pt are what the log says; a constant buffer keeps its value |
 | data | an augmented data set differs between two epochs, and repeats for the same epoch |
 
-A mode with its own statistics or dropout for each rank is compared with one device that computes the
-same slices one after the other. A violation is shrunk: parts of the trial are dropped as long as it
-still fails. The program prints the command that repeats what is left, and keeps its folder.
+A mode with its own statistics or dropout for each rank is compared with one device that computes
+the same slices one after the other. A violation is shrunk: parts of the trial are dropped as long
+as it still fails. The program prints the command that repeats what is left, and keeps its folder.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ import loading
 import options
 
 SIDE_BY_SIDE = 2
-MODES = [("single", 1), ("dp", 2), ("dp", 3), *[(m, n) for m in ("ddp", "spawn") for n in (1, 2, 3)]]
+MODES = [("single", 1), ("dp", 2), ("dp", 3)]
+MODES += [(mode, n) for mode in ("ddp", "spawn") for n in (1, 2, 3)]
 MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2]
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 0}
 RANKS = ("ddp", "spawn")
 ONE_DEVICE, OTHER_MODE, POWERSGD = 1e-9, 1e-8, 1e-8  # largest deviations that pass
-UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes its place"
+UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes .*"
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
-NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified in DDP constructor, but did not find any.*"
+NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified .*, but did not find any .*"
 SHRINK_TRIES = 60
+Sabotage = Callable[[int], None] | None  # called with the rank in each process of a run
 alone = threading.Lock()  # for what uses this process's random generators or its stderr
 
 
@@ -246,8 +248,8 @@ def draw(seed: int, number: int) -> Trial:
     trial.interruption = draw_interruption(rng)
     if rng.random() < 0.15:
         trial.earlier_epochs = rng.randint(1, 3)
-    checks = [name for name, share in (("mode", 0.6), ("resume", 0.7), ("eval", 0.6)) if rng.random() < share]
-    trial.checks = tuple(checks)
+    shares = {"mode": 0.6, "resume": 0.7, "eval": 0.6}
+    trial.checks = tuple(name for name, share in shares.items() if rng.random() < share)
     apply_theme(rng, trial)
     if trial.part("train") and rng.random() < 0.15:
         trial.task["nan_index"] = rng.randrange(trial.part("train"))
@@ -260,12 +262,13 @@ def trial_mode(trial: Trial) -> tuple[str, int]:
 
 
 def draw_task(rng: random.Random) -> dict[str, Any]:
+    norms = ["batch", "batch", "batch_mean", "instance", "instance_tracked", "layer", "group"]
     shares = {
         "data": (0.2, ["drawn"]),
         "augment": (0.6, [True]),
         "wrap": (0.3, ["subset", "random_split", "concat", "own"]),
         "inputs": (0.35, ["dict", "tuple", "namedtuple"]),
-        "norm": (0.65, ["batch", "batch", "batch_mean", "instance", "instance_tracked", "layer", "group"]),
+        "norm": (0.65, norms),
         "spectral": (0.12, [True]),
         "dropout": (0.2, [0.2]),
         "heads": (0.3, [2, 3]),
@@ -300,8 +303,8 @@ def apply_theme(rng: random.Random, trial: Trial) -> None:
     theme = rng.choice(themes)
     if theme == "powersgd":  # which begins to compress at step 10
         trial.mode, trial.n = rng.choice(RANKS), rng.randint(1, 3)
-        trial.options.update({"--grad-compress": ["powersgd"], "--batch-size": ["6"], "--epochs": ["3"]})
-        trial.options["--dtype"] = ["float64"]
+        trial.options.update({"--grad-compress": ["powersgd"], "--dtype": ["float64"]})
+        trial.options.update({"--batch-size": ["6"], "--epochs": ["3"]})
         trial.options.pop("--amp", None)
         trial.task.update(train=36 + rng.randrange(6), wrap="", data="images")
         trial.task.update(nan_index=rng.randrange(36), nan_epoch=rng.choice([1, 2]))
@@ -318,7 +321,8 @@ def apply_theme(rng: random.Random, trial: Trial) -> None:
         trial.task["eval_noise"] = rng.choice(["model", "metric"])
         trial.checks = ("mode", "eval")
     elif theme == "wrapped":
-        trial.task.update(wrap=rng.choice(["subset", "random_split", "concat", "own"]), augment=True)
+        wrappers = ["subset", "random_split", "concat", "own"]
+        trial.task.update(wrap=rng.choice(wrappers), augment=True)
         trial.task.pop("data", None)
     elif theme == "infinite":
         trial.task["buffers"] = ["infinite"]
@@ -339,7 +343,7 @@ def constrain(trial: Trial) -> Trial:
     if trial.part("data") == "drawn":
         task.pop("augment", None)
     if trial.part("nan_index") is not None:
-        given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most of the steps
+        given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most steps
         task["nan_index"] = min(trial.part("nan_index"), trial.part("train") - 1)
         epoch = trial.part("nan_epoch")
         marks = trial.part("data") == "images" and not trial.part("wrap")  # else no class knows it
@@ -417,8 +421,9 @@ def swa_goes_on(trial: Trial) -> bool:
     evaluated by its average has another line than one that was not.
     """
     before, after = trial.earlier_epochs * 3 // 4, trial.epochs * 3 // 4
-    plain = not trial.part("norm").startswith("batch")
-    return plain and (before == after or after >= trial.earlier_epochs) and trial.earlier_epochs - before < 2
+    if trial.part("norm").startswith("batch") or trial.earlier_epochs - before > 1:
+        return False
+    return before == after or after >= trial.earlier_epochs
 
 
 def may_resume(trial: Trial) -> bool:
@@ -456,7 +461,7 @@ class Prepare:
     check: tuple | None = None  # the command line, to be checked as a launcher does
     cut: tuple[str, int] | None = None  # one device computes the slices of so many ranks
     interruption: dict[str, Any] | None = None
-    sabotage: Callable[[int], None] | None = None
+    sabotage: Sabotage = None
 
     def __call__(self, rank: int) -> None:
         os.chdir(self.scratch / "cwd")  # by which a process that is left is found
@@ -496,7 +501,15 @@ class Prepare:
         wrap_in_task("per_sample_metrics", per_sample_metrics)
 
 
-def train_in_pieces(cut: tuple[str, int], args: Any, task: Any, model: nn.Module, loader: Any, state: Any, run: Any) -> None:
+def train_in_pieces(
+    cut: tuple[str, int],
+    args: Any,
+    task: Any,
+    model: nn.Module,
+    loader: Any,
+    state: Any,
+    run: Any,
+) -> None:
     """Stand in for train_one_epoch: compute what the ranks compute, one after the other.
 
     As equivalence.train_in_pieces; but each rank also starts from the same buffers, which counts
@@ -504,7 +517,8 @@ def train_in_pieces(cut: tuple[str, int], args: Any, task: Any, model: nn.Module
     """
 
     def of_rank_0(batch: Any, accum_steps: int) -> list[Any]:
-        slices = [samples for _, rank, samples in pieces(*cut, args.batch_size, accum_steps) if rank == 0]
+        cuts = pieces(*cut, args.batch_size, accum_steps)
+        slices = [samples for _, rank, samples in cuts if rank == 0]
         return [common.map_tensors(lambda tensor, s=s: tensor[s], batch) for s in slices]
 
     common.split_batch = of_rank_0  # update_bn takes the statistics of rank 0
@@ -579,7 +593,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_speed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name != "images_per_s"} for line in lines]
+    return [{key: line[key] for key in line if key != "images_per_s"} for line in lines]
 
 
 class Violation(Exception):
@@ -601,7 +615,7 @@ def expect(condition: Any, invariant: str, message: str) -> None:
 class Runs:
     """The runs of one trial, in its folder."""
 
-    def __init__(self, trial: Trial, folder: Path, sabotage: Callable | None = None, verbose: bool = False) -> None:
+    def __init__(self, trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool) -> None:
         self.trial, self.folder, self.sabotage, self.verbose = trial, folder, sabotage, verbose
         self.task = folder / f"task_{trial.number}.py"
         self.count = 0
@@ -664,7 +678,9 @@ class Runs:
         if self.verbose:
             how = f" (slices as of {cut[0]} {cut[1]})" if cut else ""
             how += f" (interrupted: {interruption})" if interruption else ""
-            print(f"  {name}{how}: bash run.sh {mode} {n if mode != 'single' else ''} {' '.join(argv)}", flush=True)
+            devices = [] if mode == "single" else [str(n)]
+            shown = ["bash", "run.sh", mode, *devices, *argv]
+            print(f"  {name}{how}: {' '.join(shown)}", flush=True)
         sabotage = self.sabotage if cut is None and name != "one-device" else None
         checked = (mode, n, *argv) if check else None
         prepare = Prepare(scratch, checked, cut, interruption, sabotage)
@@ -708,9 +724,9 @@ class Runs:
         expect(same == length, "data", f"{length - same} of {length} samples do not repeat")
         changed = sum(not a.equal(b) for a, b in zip(images[0], images[1])) / length
         if trial.part("augment") or trial.part("data") == "drawn":
-            expect(changed > 0.4, "data", f"only {changed:.0%} of the samples differ between two epochs")
+            expect(changed > 0.4, "data", f"only {changed:.0%} of the samples differ in two epochs")
         else:
-            expect(changed == 0, "data", f"{changed:.0%} of the samples differ without augmentation")
+            expect(changed == 0, "data", f"{changed:.0%} of the samples differ by themselves")
         bad = set()
         seed, batch = int(trial.value("--seed", "0")), int(trial.value("--batch-size"))
         for epoch, indices in nans.items():
@@ -720,14 +736,19 @@ class Runs:
             bad |= {(epoch, p // batch + 1) for p in places if p // batch < trial.steps}
         return bad
 
-    def expect_end(self, result: harness.Result, codes: set[int] | None = None, declared: tuple[str, ...] = ()) -> None:
-        codes = codes or {0}
+    def expect_end(
+        self,
+        result: harness.Result,
+        codes: frozenset[int] = frozenset({0}),
+        declared: tuple[str, ...] = (),
+    ) -> None:
         expect(result.code in codes, "end", f"exit code {result.code}: {last_lines(result.err)}")
         if "--skip-corrupt" in self.trial.options:
             declared += (UNREADABLE,)
         if "--find-unused-parameters" in self.trial.options:  # torch tells when it was not needed
             declared += (NONE_UNUSED,)
-        strange = [line for line in result.err.splitlines() if not any(re.fullmatch(p, line) for p in declared)]
+        pattern = "|".join(declared) or "nothing"
+        strange = [line for line in result.err.splitlines() if not re.fullmatch(pattern, line)]
         expect(not strange, "end", f"unexpected on stderr: {' | '.join(strange[:3])}")
 
     def expect_log(self, folder: Path, epochs: int, complete: bool = True) -> None:
@@ -743,7 +764,8 @@ class Runs:
             wanted.append(("eval", epoch, None, (epoch + 1) * steps))
         try:
             lines = read_log(folder)
-            found = [(line["event"], line["epoch"], line.get("step"), line["global_step"]) for line in lines]
+            places = ("event", "epoch", "step", "global_step")
+            found = [tuple(line.get(place) for place in places) for line in lines]
         except (ValueError, KeyError, TypeError) as error:
             raise Violation("log", f"metrics.jsonl is malformed: {error!r}") from error
         wanted = wanted if complete else wanted[: len(found)]
@@ -752,10 +774,11 @@ class Runs:
         for line in lines:
             where = f"{line['event']} line at step {line['global_step']}"
             if line["event"] == "eval":
-                expect(line["count"] == trial.part("held_out"), "log", f"{where}: count {line['count']}")
+                count, wanted_count = line["count"], trial.part("held_out")
+                expect(count == wanted_count, "log", f"{where}: count {count}")
                 expect(line["loss"] is not None, "log", f"{where}: the loss is not finite")
-                nan = trial.part("metric") == "nan"
-                expect((line["minus_error"] is None) == nan, "log", f"{where}: {line['minus_error']}")
+                nan, error = trial.part("metric") == "nan", line["minus_error"]
+                expect((error is None) == nan, "log", f"{where}: minus_error {error}")
                 continue
             window = [divmod(step, steps) for step in range(before, line["global_step"])]
             bad = sum((epoch, step + 1) in self.bad_steps for epoch, step in window)
@@ -770,11 +793,13 @@ class Runs:
         trial = self.trial
         names = {path.name for path in folder.iterdir()}
         keep = int(trial.value("--keep-every", "0"))
-        kept = {f"epoch-{epoch:04}.pt" for epoch in range(keep, trial.epochs + 1, keep)} if keep else set()
+        numbers = range(keep, trial.epochs + 1, keep) if keep else ()
+        kept = {f"epoch-{epoch:04}.pt" for epoch in numbers}
         wanted = {"last.pt", "metrics.jsonl", *kept}
         missing = wanted - names
         expect(not missing, "state", f"missing: {', '.join(sorted(missing))}")
-        events = {name for name in names if name.startswith("events.") and "--tensorboard" in trial.options}
+        events = {name for name in names if name.startswith("events.")}
+        events = events if "--tensorboard" in trial.options else set()
         extra = names - wanted - {"best.pt", "previous.pt"} - events
         expect(not extra, "end", f"left in the output folder: {', '.join(sorted(extra))}")
         last = load(folder / "last.pt")
@@ -789,7 +814,8 @@ class Runs:
         expect(last["best"] == best, "state", f"best is {last['best']}, not {best}")
         if finite:
             epoch = load(folder / "best.pt")["epoch"]
-            expect(epoch == scores.index(best) + 1, "state", f"best.pt is of epoch {epoch}: {scores}")
+            right = epoch == scores.index(best) + 1
+            expect(right, "state", f"best.pt is of epoch {epoch}: {scores}")
         for path in folder.glob("*.pt"):
             self.expect_constants(path)
 
@@ -802,19 +828,23 @@ class Runs:
             for name, value in net.state_dict().items():
                 if name in checkpoint[part] and name != "buffer_counter":
                     different = list(differences(checkpoint[part][name], value, 0, name))
-                    expect(not different, "state", f"{path.name}: {part}: a constant has changed: {different}")
+                    changed = f"{path.name}: {part}: a constant has changed: {different}"
+                    expect(not different, "state", changed)
         average = checkpoint["average"]
-        if self.trial.value("--average") == "ema" and "buffer_counter" in average and average["n_averaged"]:
-            ours, theirs = average["buffer_counter"], checkpoint["model"]["buffer_counter"]
-            expect(ours.equal(theirs), "state", f"{path.name}: the average counts {ours}, the model {theirs}")
+        if self.trial.value("--average") == "ema" and average["n_averaged"]:
+            ours, theirs = (part.get("buffer_counter") for part in (average, checkpoint["model"]))
+            text = f"{path.name}: the average counts {ours}, the model {theirs}"
+            expect(ours is None or ours.equal(theirs), "state", text)
 
     def compare_with_one_device(self, undisturbed: harness.Result) -> None:
         trial = self.trial
-        changes: dict[str, Any] = {"grad_compress": None, "scale_lr": None, "workers": ["0"], "tensorboard": None}
+        changes: dict[str, Any] = dict.fromkeys(("grad_compress", "scale_lr", "tensorboard"))
+        changes["workers"] = ["0"]
         factor = {"linear": trial.n, "sqrt": math.sqrt(trial.n)}.get(trial.value("--scale-lr"), 1)
         changes["lr"] = [repr(float(trial.value("--lr")) * factor)]
         mode, cut, tolerance = ("single", 1), None, ONE_DEVICE
-        forward_counts = trial.part("spectral") or "counter" in trial.part("buffers") or trial.part("eval_noise")
+        forward_counts = trial.part("spectral") or "counter" in trial.part("buffers")
+        forward_counts |= bool(trial.part("eval_noise"))
         if trial.rounded or (trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1):
             return
         if trial.value("--grad-compress") == "powersgd":
@@ -845,12 +875,15 @@ class Runs:
             ranks = trial.n if trial.mode in RANKS else 1
             interruption = {**trial.interruption, "rank": trial.interruption["rank"] % ranks}
         run = functools.partial(self.run, output=output)
-        cut = run("interrupted", trial.mode, trial.n, argv, interruption=interruption, whole=kind != "SIGKILL")
-        if kind != "SIGKILL":
-            codes = {0, SIGNALS[kind]} if kind else {0}
+        killed = kind == "SIGKILL"
+        how = {"interruption": interruption, "whole": not killed}
+        cut = run("interrupted", trial.mode, trial.n, argv, **how)
+        if not killed:
+            codes = frozenset({0, SIGNALS.get(kind, 0)})
             self.expect_end(cut, codes, (STOPPED,) if kind else ())
         else:
-            expect(cut.code in (0, 1, -9), "end", f"exit code {cut.code} after SIGKILL: {last_lines(cut.err)}")
+            text = f"exit code {cut.code} after SIGKILL: {last_lines(cut.err)}"
+            expect(cut.code in (0, 1, -9), "end", text)
         self.expect_log(output, epochs, complete=cut.code == 0 and kind is None)
         resumed = run("resumed", *trial.resume, [*trial.argv(), "--resume", "auto"])
         self.expect_end(resumed)
@@ -863,7 +896,15 @@ class Runs:
         self.expect_same(output, undisturbed.folder, tolerance, "resume", logs=exact)
         return resumed
 
-    def expect_same(self, ours: Path, theirs: Path, tolerance: float, invariant: str, logs: bool) -> None:
+    def expect_same(
+        self,
+        ours: Path,
+        theirs: Path,
+        tolerance: float,
+        invariant: str,
+        logs: bool,
+    ) -> None:
+        """Compare two output folders; `logs`: also the sums since the last line of the log."""
         lines = [without_speed(read_log(folder)) for folder in (ours, theirs)]
         different = list(differences(*lines, tolerance, "metrics.jsonl"))
         expect(not different, invariant, "; ".join(different[:3]))
@@ -871,7 +912,7 @@ class Runs:
             if (theirs / name).exists() or (ours / name).exists():
                 found, wanted = (load(folder / name) for folder in (ours, theirs))
                 unlike = {"config"} if logs and name == "last.pt" else {"config", "log"}
-                pair = [{key: value[key] for key in value.keys() - unlike} for value in (found, wanted)]
+                pair = [{key: one[key] for key in one.keys() - unlike} for one in (found, wanted)]
                 different = list(differences(*pair, tolerance, name))
                 expect(not different, invariant, "; ".join(different[:3]))
 
@@ -900,7 +941,9 @@ class Runs:
 
 def flat_image(sample: Any) -> torch.Tensor:
     inputs = sample[0]
-    return inputs["image"] if isinstance(inputs, dict) else inputs[0] if isinstance(inputs, (tuple, list)) else inputs
+    if isinstance(inputs, dict):
+        return inputs["image"]
+    return inputs[0] if isinstance(inputs, (tuple, list)) else inputs
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -928,13 +971,14 @@ def processes_in(folder: Path) -> list[int]:
 
 def droppable(trial: Trial) -> list[str]:
     """Name the parts that shrinking may drop."""
-    fixed = {"--epochs", "--batch-size", "--lr", "--timeout", "--device", "--log-every", "--dtype", "--workers"}
+    fixed = {"--epochs", "--batch-size", "--lr", "--dtype", "--log-every"}
+    fixed |= {"--timeout", "--device", "--workers"}
     names = [f"checks.{name}" for name in trial.checks]
     names += ["interruption"] if trial.interruption else []
     names += ["earlier_epochs"] if trial.earlier_epochs else []
     names += ["resume"] if trial.resume != trial_mode(trial) else []
     names += ["evaluate"] if trial.evaluate != trial_mode(trial) else []
-    names += [f"buffers.{name}" for name in trial.part("buffers")] if len(trial.part("buffers")) > 1 else []
+    names += [f"buffers.{name}" for name in trial.part("buffers")]
     names += [f"task.{name}" for name in trial.task if name not in ("train", "held_out")]
     names += [name for name in trial.options if name not in fixed]
     names += ["ddp"] if trial.mode == "spawn" else []
@@ -960,7 +1004,8 @@ def drop(trial: Trial, name: str) -> Trial:
         if rest == "corrupt":
             smaller.options.pop("--skip-corrupt", None)
     elif name in ("ddp", "single", "devices"):
-        other = {"ddp": ("ddp", trial.n), "single": ("single", 1), "devices": (trial.mode, trial.n - 1)}[name]
+        fewer = (trial.mode, trial.n - 1)
+        other = {"ddp": ("ddp", trial.n), "single": ("single", 1), "devices": fewer}[name]
         for field in ("resume", "evaluate"):
             if getattr(smaller, field) == trial_mode(trial):
                 setattr(smaller, field, other)
@@ -970,7 +1015,12 @@ def drop(trial: Trial, name: str) -> Trial:
     return constrain(smaller)
 
 
-def attempt(trial: Trial, folder: Path, sabotage: Callable | None, verbose: bool = False) -> Violation | None:
+def attempt(
+    trial: Trial,
+    folder: Path,
+    sabotage: Sabotage,
+    verbose: bool = False,
+) -> Violation | None:
     """Run a trial in a new folder; return what is violated."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -983,7 +1033,12 @@ def attempt(trial: Trial, folder: Path, sabotage: Callable | None, verbose: bool
     return None
 
 
-def shrink(trial: Trial, violation: Violation, folder: Path, sabotage: Callable | None) -> tuple[Trial, Violation, list[str]]:
+def shrink(
+    trial: Trial,
+    violation: Violation,
+    folder: Path,
+    sabotage: Sabotage,
+) -> tuple[Trial, Violation, list[str]]:
     """Drop parts as long as the same invariant is violated; return what is left, and the names."""
     dropped: list[str] = []
     tries = 0
@@ -1008,11 +1063,15 @@ def describe(trial: Trial) -> str:
     """Tell in a few lines what a trial is."""
     shown = " ".join(" ".join([name, *values]) for name, values in sorted(trial.options.items()))
     earlier = f", at first {trial.earlier_epochs} epochs" if trial.earlier_epochs else ""
-    interruption = trial.interruption or {}
-    how = "{kind} in {place} {at} of rank {rank}".format(**interruption) if interruption else "not interrupted"
+    interruption = trial.interruption
+    how = "not interrupted"
+    if interruption:
+        how = "{kind} in {place} {at} of rank {rank}".format(**interruption)
+    resume, evaluate = (" ".join(map(str, place)) for place in (trial.resume, trial.evaluate))
+    checks = ", ".join(trial.checks) or "none"
     return (
-        f"  {trial.mode} {trial.n}, {how}{earlier}, resumed in {trial.resume[0]} {trial.resume[1]}, "
-        f"evaluated in {trial.evaluate[0]} {trial.evaluate[1]}; checks: {', '.join(trial.checks) or 'none'}\n"
+        f"  {trial.mode} {trial.n}, {how}{earlier}, resumed in {resume}, "
+        f"evaluated in {evaluate}; checks: {checks}\n"
         f"  options: {shown}\n  task: {trial.task}"
     )
 
@@ -1020,7 +1079,13 @@ def describe(trial: Trial) -> str:
 # ------------------------------------------------------------------------------------- campaign
 
 
-def run_one(trial: Trial, folder: Path, sabotage: Callable | None, verbose: bool, shrinking: bool) -> str:
+def run_one(
+    trial: Trial,
+    folder: Path,
+    sabotage: Sabotage,
+    verbose: bool,
+    shrinking: bool,
+) -> str:
     """Run a trial; return the report of its violation, or nothing."""
     place = folder / f"trial-{trial.number}"
     violation = attempt(trial, place, sabotage, verbose)
@@ -1042,28 +1107,38 @@ def new_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="fuzz-"))
 
 
-def main(argv: list[str] | None = None, sabotage: Callable | None = None) -> int:
-    """Run the trials and return the exit code. `sabotage(rank)` breaks the runs, to see that it is noticed."""
-    parser = argparse.ArgumentParser(prog="fuzz", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--trials", type=int, default=100, metavar="N", help="how many (default: 100)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
-    parser.add_argument("--first", type=int, default=0, metavar="K", help="number of the first trial")
-    parser.add_argument("--trial", type=int, metavar="K", help="only the trial with this number, in detail")
-    parser.add_argument("--drop", nargs="+", default=[], metavar="PART", help="leave these parts of the trial out")
-    parser.add_argument("--no-shrink", action="store_true", help="report a violation as it was found")
+def main(argv: list[str] | None = None, sabotage: Sabotage = None) -> int:
+    """Run the trials and return the exit code; `sabotage(rank)` breaks the runs on purpose."""
+    text = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="fuzz", description=text, allow_abbrev=False)
+    option = parser.add_argument
+    option("--trials", type=int, default=100, metavar="N", help="how many (default: 100)")
+    option("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
+    option("--first", type=int, default=0, metavar="K", help="number of the first trial")
+    option("--trial", type=int, metavar="K", help="only this trial, in detail")
+    option("--drop", nargs="+", default=[], metavar="PART", help="leave these parts out")
+    option("--no-shrink", action="store_true", help="report a violation as it was found")
     args = parser.parse_args(argv)
     started, one = time.monotonic(), args.trial is not None
     folder = new_folder()
     numbers = [args.trial] if one else range(args.first, args.first + args.trials)
     trials = [draw(args.seed, number) for number in numbers]
-    for name in args.drop:
-        trials = [drop(trial, name if f"--{name}" not in OPTIONS else f"--{name}") for trial in trials]
+    for part in args.drop:
+        name = f"--{part}" if f"--{part}" in OPTIONS else part
+        trials = [drop(trial, name) for trial in trials]
     if one:
         print(f"trial {args.trial}, seed {args.seed}\n{describe(trials[0])}", flush=True)
     shrinking, reports = not args.no_shrink and not args.drop, []
     executor = ThreadPoolExecutor(SIDE_BY_SIDE)
     try:
-        jobs = [executor.submit(run_one, trial, folder, sabotage, one, shrinking) for trial in trials]
+        run = functools.partial(
+            run_one,
+            folder=folder,
+            sabotage=sabotage,
+            verbose=one,
+            shrinking=shrinking,
+        )
+        jobs = [executor.submit(run, trial) for trial in trials]
         for job in as_completed(jobs):
             if job.result():
                 reports.append(job.result())
@@ -1073,7 +1148,8 @@ def main(argv: list[str] | None = None, sabotage: Callable | None = None) -> int
         if not reports:
             shutil.rmtree(folder)
     minutes = (time.monotonic() - started) / 60
-    print(f"{len(trials)} trials, {len(reports)} violations, seed {args.seed}, {minutes:.1f} minutes")
+    counts = f"{len(trials)} trials, {len(reports)} violations"
+    print(f"{counts}, seed {args.seed}, {minutes:.1f} minutes")
     return int(bool(reports))
 
 

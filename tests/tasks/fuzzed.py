@@ -118,7 +118,7 @@ class Nested(Own):
 
 
 class NestedBatches(Nested):
-    """The same for a data set with `set_epoch` that returns whole batches; adds a NaN in one epoch."""
+    """The same for a data set that returns whole batches; adds a NaN in one epoch."""
 
     def __init__(self, inner: Dataset, kind: str, nan: tuple[int, int] | None) -> None:
         super().__init__(inner, kind)
