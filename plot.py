@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COUNTS = {"event", "epoch", "step", "global_step", "count"}  # where a line belongs, not what was measured
-AXES = {"loss": "log", "grad_norm": "log"}
+LOGARITHMIC = {"loss", "grad_norm"}  # where all values are positive
 
 
 def read_run(folder: Path) -> list[dict[str, Any]]:
@@ -40,12 +40,14 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> Figure:
     figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, (event, name) in zip(axes, panels):
+        positive = True
         for i, (label, lines) in enumerate(runs.items()):
             points = [(line["global_step"], line[name]) for line in lines if line["event"] == event and line.get(name) is not None]
+            positive = positive and all(value > 0 for _, value in points)
             width = 1 + 5 * (len(runs) - 1 - i) / max(1, len(runs))
             axis.plot(*zip(*points) if points else ((), ()), label=label, linewidth=width, marker="." if len(points) < 3 else "")
         axis.set_title(f"{name} ({event})", fontsize=10)
-        axis.set_yscale(AXES.get(name, "linear"))
+        axis.set_yscale("log" if name in LOGARITHMIC and positive else "linear")
         axis.grid(alpha=0.3)
     for axis in axes[len(panels) :]:
         axis.remove()
