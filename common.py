@@ -77,11 +77,11 @@ def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
+    if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
+        cores, processes = len(os.sched_getaffinity(0)), getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)))
     if device_type == "cpu":
         keep_freed_memory()
-        if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
-            cores, processes = len(os.sched_getaffinity(0)), getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            torch.set_num_threads(max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)))
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if args.deterministic else "high")  # high allows TF32 in float32 products
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each of its tasks one device alone

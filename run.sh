@@ -6,7 +6,7 @@
 # Several machines: bash run.sh ddp N --nnodes 2 --node-rank 0|1 --master-addr ADDRESS OF THE FIRST [--master-port PORT]
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
 set -euo pipefail && trap 'exit 130' INT # which bash would forget if what it waits for ends well
-here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")") # the project, also if run.sh is called by a link to it
 fail() { echo "run.sh: error: $*" >&2 && exit 2; }
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/run.sh"; } # the comment above
 
@@ -32,15 +32,24 @@ for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", "".join(open(path).read() 
 PYTHON
 }
 
-python=$(command -v python3 || command -v python || fail "no Python found; install Python 3.10 or later")
-[[ $python == /* ]] || python=$PWD/$python
-if ! has_requirements; then
-  [[ -x $here/.venv/bin/python ]] || in_here -m venv "$here/.venv"
-  python=$here/.venv/bin/python
-  if ! has_requirements; then
-    echo "run.sh: the active Python lacks something that is needed; setting up $here/.venv, once" >&2
-    in_here -m pip install --quiet "${needed[@]/#/--requirement=}" >&2
+set_up() {
+  ! has_requirements || return 0 # another call has done it meanwhile
+  echo "run.sh: the active Python lacks something that is needed; setting up $here/.venv, once" >&2
+  # Made anew unless pip was put there to the last file: to make it may have been interrupted
+  if ! in_here -c 'import importlib.metadata as m; raise SystemExit(not m.files("pip"))' 2>/dev/null; then
+    python=$active in_here -c 'import ensurepip, venv' 2>/dev/null ||
+      fail "$active cannot make a virtual environment; install python3-venv, as in: sudo apt install python3-venv"
+    python=$active in_here -m venv --clear "$here/.venv"
   fi
+  in_here -m pip install --quiet "${needed[@]/#/--requirement=}" >&2
+}
+
+found=$(command -v python3 || command -v python || fail "no Python found; install Python 3.10 or later")
+# Asked once, here: what pyenv or asdf put on PATH starts one Python in this folder and maybe another one in the project's
+python=$("$found" -I -c 'import sys; print(sys.executable)') || fail "$found does not start; activate Python 3.10 or later"
+if ! has_requirements; then
+  active=$python python=$here/.venv/bin/python
+  has_requirements || (flock 9 2>/dev/null || true && set_up) 9<"$here" # one call at a time
 fi
 
 case $mode in
@@ -52,20 +61,19 @@ esac
 for option; do
   [[ $option != --help && $option != -h ]] || exec "$python" "$here/train_$mode.py" --help
 done
-devices=1
+devices="" # not given: train_dp.py and train_spawn.py have an option for it, and a default
 if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to be N
   [[ $1 =~ ^0*([1-9][0-9]{0,8})$ ]] || fail "N = $1: must be a whole number, at least 1, as in: bash run.sh ddp 2"
   devices=${BASH_REMATCH[1]} && shift # 08 is 8
   [[ $mode != single || $devices == 1 ]] || fail "N = $devices: single trains on one device; use: bash run.sh ddp $devices"
-elif [[ $mode != single ]]; then
+elif [[ $mode == ddp ]]; then
   devices=$(in_here -c 'import signal; signal.signal(2, signal.SIG_DFL); import torch; print(torch.accelerator.device_count() or 2)')
 fi
-cores=$(nproc) # processes with all the cores each would fight for them
-[[ $mode == single || $mode == dp ]] || cores=$((cores / devices))
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
 case $mode in
   single) exec "$python" "$here/train_single.py" "$@" ;;
-  dp) exec "$python" "$here/train_dp.py" --replicas "$devices" "$@" ;;
-  spawn) exec "$python" "$here/train_spawn.py" --nproc "$devices" "$@" ;;
-  ddp) exec "$python" "$here/launch.py" "$devices" "$@" ;;
+  dp) exec "$python" "$here/train_dp.py" ${devices:+--replicas "$devices"} "$@" ;;
+  spawn) exec "$python" "$here/train_spawn.py" ${devices:+--nproc "$devices"} "$@" ;;
 esac
+cores=$(($(nproc) / devices)) # processes with all the cores each would fight for them, and torchrun would let each use one
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
+exec "$python" "$here/launch.py" "$devices" "$@"

@@ -51,7 +51,7 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(name: str, file: str, old: str, new: str, *tests: str) -> None:
-    MUTANTS.append(Mutant(name, f"{file}.py", old, new, tests))
+    MUTANTS.append(Mutant(name, file if file.endswith(".sh") else f"{file}.py", old, new, tests))
 
 
 BITWISE = "checkpoint::test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one"
@@ -904,6 +904,34 @@ for old, new in (
 ):
     mutant(f"traces: {old.strip()[:40]} → {new.strip()[:40]}", "launch", old, new, TRACES)
 mutant("traces: a thread sets handlers", "checkpoint", "for number in SIGNALS if in_main_thread() else ():", "for number in SIGNALS:", TRACES)
+# ---------------------------------------------------------------------------------------------------------------- run.sh, plot.py
+
+HALF_MADE = "run_sh::test_half_made_environment_is_made_anew"
+NO_ENSUREPIP = "run_sh::test_python_without_ensurepip_is_told_what_to_install"
+NUMBER = "run_sh::test_number_of_devices_is_n_or_the_option_or_the_default"
+SHIM = "run_sh::test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything"
+mutant("run.sh: any environment that has Python is whole", "run.sh",
+       """! in_here -c 'import importlib.metadata as m; raise SystemExit(not m.files("pip"))' 2>/dev/null""",
+       "[[ ! -x $python ]]", HALF_MADE)
+mutant("run.sh: an environment that has half of pip is whole", "run.sh", 'not m.files("pip")', 'not m.version("pip")', HALF_MADE)
+mutant("run.sh: what is half-made is kept", "run.sh", "-m venv --clear", "-m venv", HALF_MADE)
+mutant("run.sh: a whole environment is made anew too", "run.sh", 'raise SystemExit(not m.files("pip"))', "raise SystemExit(1)", HALF_MADE)
+mutant("run.sh: goes on without ensurepip", "run.sh", "'import ensurepip, venv' 2>/dev/null", "'import venv' 2>/dev/null", NO_ENSUREPIP)
+mutant("run.sh: a link is taken for the project", "run.sh", 'readlink -f -- "', 'realpath -s -- "',
+       "run_sh::test_link_to_run_sh_uses_the_folder_of_the_project")
+mutant("run.sh: a shim is asked again and again", "run.sh", """python=$("$found" -I -c 'import sys; print(sys.executable)')""",
+       "python=$found", SHIM)
+mutant("run.sh: a shim is asked in the project", "run.sh", 'python=$("$found"', 'python=$(cd -- "$here" && "$found"', SHIM)
+mutant("run.sh: dp without N has two replicas", "run.sh", '${devices:+--replicas "$devices"}', '--replicas "${devices:-2}"', NUMBER)
+mutant("run.sh: spawn without N has two processes", "run.sh", '${devices:+--nproc "$devices"}', '--nproc "${devices:-2}"', NUMBER)
+mutant("run.sh: spawn forgets N", "run.sh", '${devices:+--nproc "$devices"}', "", NUMBER)
+mutant("devices: all cores for every process beside an accelerator", "common", 'if "OMP_NUM_THREADS" not in os.environ:',
+       'if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:',
+       LAST + "38_workers_stay_and_cores_are_divided")
+mutant("plot: negative losses on a logarithmic axis", "plot", "if name in LOGARITHMIC and positive", "if name in LOGARITHMIC",
+       "plot::test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
+mutant("plot: only the last run counts", "plot", "positive = positive and all(", "positive = all(",
+       "plot::test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
 
 # fmt: on
 

@@ -14,7 +14,10 @@ def test_every_mutant_applies_exactly_once_and_compiles():
     for mutant in mutants.MUTANTS:
         broken = mutant.apply(ROOT)
         assert broken != (ROOT / mutant.file).read_text(), mutant.name
-        compile(broken, mutant.file, "exec")
+        if mutant.file.endswith(".sh"):
+            subprocess.run(["bash", "-n"], input=broken, text=True, check=True)
+        else:
+            compile(broken, mutant.file, "exec")
 
 
 def test_there_are_many_and_all_differ():

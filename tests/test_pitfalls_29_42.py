@@ -361,6 +361,13 @@ class WorkerPids(Dataset):
         return torch.tensor(os.getpid())
 
 
+def print_threads_beside_accelerators(cores, processes):
+    common.resolve_device_type = lambda name: "cuda"
+    torch.accelerator.device_count = lambda: 4
+    torch.accelerator.set_device_index = lambda index: None
+    print_threads(cores, processes)
+
+
 def print_threads(cores, processes, **environment):
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -391,6 +398,7 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     assert int(in_process(functools.partial(print_threads, 2, 4))) == 1
     assert int(in_process(functools.partial(print_threads, 64, 4, SLURM_CPUS_ON_NODE="8"))) == 2, "the rest is of other jobs"
     assert int(in_process(functools.partial(print_threads, 2, 4, SLURM_CPUS_ON_NODE="8"))) == 2, "SLURM has divided them"
+    assert int(in_process(functools.partial(print_threads_beside_accelerators, 8, 4))) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 39

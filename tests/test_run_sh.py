@@ -17,9 +17,9 @@ import pytest
 from harness import ROOT, TASKS
 
 
-def run_sh(*arguments, cwd, root=ROOT, timeout=200):
+def run_sh(*arguments, cwd, root=ROOT, timeout=200, first_on_path=""):
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
+    environment["PATH"] = f"{first_on_path or os.path.dirname(sys.executable)}:{environment['PATH']}"
     command = ["bash", str(root / "run.sh"), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
@@ -61,17 +61,100 @@ def test_all_modes_print_the_same_evaluation_lines_in_float64(tmp_path):
     assert len(set(outputs["single"])) == 2 and not list(tmp_path.rglob("owned"))
 
 
-def test_set_up_is_done_once_when_the_active_python_lacks_something(tmp_path, monkeypatch):
-    """Without a package index, so that nothing is downloaded: what run.sh decides and says, not what pip does."""
+@pytest.fixture
+def lacking(tmp_path, monkeypatch):
+    """Return a copy of run.sh whose requirements no Python has; without a package index, so that pip fails and downloads nothing."""
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in ("run.sh", "requirements.txt"):
-        shutil.copy(ROOT / name, copy)
+    shutil.copy(ROOT / "run.sh", copy)
     (copy / "requirements.txt").write_text("no-such-package>=1.0\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    finished = run_sh("single", "--help", cwd=tmp_path, root=copy)
+    return copy
+
+
+def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp_path):
+    finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
     assert finished.returncode != 0
-    assert "the active Python lacks something that is needed; setting up" in finished.stderr and (copy / ".venv").is_dir()
+    assert "the active Python lacks something that is needed; setting up" in finished.stderr and (lacking / ".venv").is_dir()
+
+
+def test_half_made_environment_is_made_anew(lacking, tmp_path):
+    """`python -m venv` was interrupted before it had pip, or before it had all of pip. A whole environment is kept."""
+    environment = lacking / ".venv"
+
+    def kept():
+        (environment / "mark").touch()
+        finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
+        assert finished.returncode != 0 and "No matching distribution found for no-such-package" in finished.stderr, finished.stderr
+        return (environment / "mark").exists()
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    assert not kept()
+    assert kept()
+    (record,) = environment.glob("lib/python*/site-packages/pip-*.dist-info/RECORD")
+    record.unlink()  # which is written last
+    assert not kept()
+
+
+def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, monkeypatch):
+    """As on Debian and Ubuntu without the package python3-venv. What is there already, half-made, does not hide it."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "ensurepip.py").write_text("raise ModuleNotFoundError('No module named ensurepip')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    for _ in range(2):
+        finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
+        assert finished.returncode == 2
+        last = finished.stderr.splitlines()[-1]
+        assert last.startswith("run.sh: error: ") and "cannot make a virtual environment; install python3-venv" in last, finished.stderr
+        assert finished.stderr.count("\n") == 2 and "Traceback" not in finished.stderr
+    assert not (lacking / ".venv").exists()
+
+
+def test_link_to_run_sh_uses_the_folder_of_the_project(tmp_path):
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "run.sh").symlink_to(os.path.relpath(ROOT / "run.sh", (tmp_path / "link").resolve()))
+    finished = run_sh("single", "--help", cwd=tmp_path, root=tmp_path / "link")
+    assert finished.returncode == 0 and finished.stdout.startswith("usage: train_single.py"), finished.stderr
+    assert [path.name for path in (tmp_path / "link").iterdir()] == ["run.sh"]
+
+
+SHIM = """#!/bin/sh
+echo "$PWD" >>'{log}'
+[ "$(cat .python-version)" = here ] && exec '{python}' "$@"
+echo "shim: no version is set for this folder" >&2
+exit 127
+"""
+
+
+def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp_path):
+    """As pyenv and asdf do: which Python `python3` starts depends on a file in the current folder, and the project's has none."""
+    user, programs = tmp_path / "user", tmp_path / "programs"
+    user.mkdir()
+    programs.mkdir()
+    (user / ".python-version").write_text("here\n")
+    (programs / "python3").write_text(SHIM.format(log=tmp_path / "log", python=sys.executable))
+    (programs / "python3").chmod(0o755)
+    finished = run_sh("ddp", 2, "--device", "cpu", "--batch-size", 1, cwd=user, first_on_path=programs)
+    assert finished.returncode == 2 and "--batch-size 1 cannot be cut into 2 devices" in finished.stderr, finished.stderr
+    assert (tmp_path / "log").read_text().splitlines() == [str(user)], "asked once, where the user is"
+    finished = run_sh("single", "--help", cwd=tmp_path, first_on_path=programs)
+    assert finished.returncode == 2 and finished.stderr.splitlines()[-1].endswith("python3 does not start; activate Python 3.10 or later")
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "message"),
+    [
+        ("dp", ["--replicas", 3], "cannot be cut into 3 devices"),
+        ("spawn", ["--nproc=3"], "cannot be cut into 3 devices"),
+        ("dp", [], "cannot be cut into 2 devices"),
+        ("spawn", [], "cannot be cut into 2 devices"),
+        ("dp", [3, "--replicas", 3], "cannot be cut into 3 devices"),
+        ("spawn", [2, "--nproc", 3], "error: --nproc 3 contradicts 2, which N of run.sh"),
+    ],
+)
+def test_number_of_devices_is_n_or_the_option_or_the_default(mode, arguments, message, tmp_path):
+    finished = run_sh(mode, *arguments, "--batch-size", 1, "--device", "cpu", cwd=tmp_path)
+    assert finished.returncode == 2 and message in finished.stderr and finished.stderr.count("\n") == 1, finished.stderr
 
 
 @pytest.mark.parametrize("option", ["--help"])

@@ -191,7 +191,7 @@ def shellcheck(script):
 @pytest.mark.parametrize("line", ["", "ls $here", 'ls "$@" $*', "ls ${needed[@]}", "cd $mode", "ls $(pwd)", "for x in $@; do ls; done"])
 def test_run_sh_is_clean_under_shellcheck_which_finds_what_is_not_quoted(line):
     script = (ROOT / "run.sh").read_text()
-    finished = shellcheck(script.replace("\ndevices=1\n", f"\n{line}\ndevices=1\n"))
+    finished = shellcheck(script.replace("\nshift\n", f"\nshift\n{line}\n"))
     assert finished.returncode == (1 if line else 0), finished.stdout
 
 
@@ -204,6 +204,7 @@ HARMFUL = """it's "$HOME" $(touch owned) `touch owned` ; touch owned & * \\ -x""
 PYTHON = """#!/usr/bin/env bash
 printf '%s\\0' "$PWD" "$@" $'\\n' >>"$LOG"
 [[ $1 != - || -n $COMPLETE ]] || exit 1
+[[ $1 != -I ]] || echo "$0"
 [[ $1 != -c ]] || echo 2
 """
 

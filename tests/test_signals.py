@@ -66,7 +66,7 @@ def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
 
 def test_ctrl_c_to_run_sh_while_it_waits_for_a_command_is_not_forgotten(tmp_path):
     """Bash itself forgets a SIGINT, if the command that it waits for ends well: here, how many devices there are."""
-    with Launch(["bash", "run.sh", "spawn", *OPTIONS], tmp_path) as launch:
+    with Launch(["bash", "run.sh", "ddp", *OPTIONS], tmp_path) as launch:
         launch.wait_until(lambda: any("device_count" in read(pid, "cmdline") for pid in launch.processes()))
         launch.process.send_signal(signal.SIGINT)
         assert launch.end() == 130, launch.errors()
