@@ -30,7 +30,7 @@ def test_every_value_of_every_run_is_drawn_over_the_global_step(tmp_path):
     assert [text.get_text() for text in panels["loss (train)"].get_legend().get_texts()] == ["one", "two"]
 
 
-@pytest.mark.parametrize(("losses", "scale"), [((2.0, 1.0), "log"), ((1.0, -1.0), "linear"), ((1.0, 0.0), "linear"), ((None, None), "log")])
+@pytest.mark.parametrize(("losses", "scale"), [((2.0, 1.0), "log"), ((1.0, -1.0), "linear"), ((0.0, 1.0), "linear"), ((None, None), "log")])
 def test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive(losses, scale):
     """A logarithmic axis leaves the others out: the panel of a task with a negative loss, a log-likelihood say, would be empty."""
     runs = {f"run {i}": [{"event": "train", "global_step": 1, "loss": loss, "lr": 0.1}] for i, loss in enumerate(losses)}
