@@ -372,8 +372,9 @@ def outcome(codes: list[int], first: int) -> tuple[int, str]:
 
 def backend(device: torch.device) -> str:
     """Gloo for what is on the CPU, and the accelerator's own library for the rest."""
-    accelerator = f",{device.type}:{dist.get_default_backend_for_device(device)}" if device.type != "cpu" else ""
-    return f"cpu:gloo{accelerator}"
+    if device.type == "cpu":
+        return "gloo"  # with "cpu:gloo" torch 2.8 may find no default backend, and warns as the last thing of a run
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def torchrun(devices: int, argv: list[str], nodes: argparse.Namespace, timeout: float) -> int:

@@ -928,6 +928,8 @@ mutant("run.sh: spawn forgets N", "run.sh", '${devices:+--nproc "$devices"}', ""
 mutant("devices: all cores for every process beside an accelerator", "common", 'if "OMP_NUM_THREADS" not in os.environ:',
        'if device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:',
        LAST + "38_workers_stay_and_cores_are_divided")
+mutant("launch: a group without a default backend", "launch", 'return "gloo"  #', 'return "cpu:gloo"  #',
+       "endings::test_group_on_the_cpu_has_a_default_backend_in_every_version")
 mutant("plot: negative losses on a logarithmic axis", "plot", "if name in LOGARITHMIC and positive", "if name in LOGARITHMIC",
        "plot::test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
 mutant("plot: only the last run counts", "plot", "positive = positive and all(", "positive = all(",

@@ -550,3 +550,8 @@ def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
 
 def test_help_is_no_run_that_was_left():
     assert common.exit_code(functools.partial(options.parse_args, "single", ["--help"])) == 0
+
+
+def test_group_on_the_cpu_has_a_default_backend_in_every_version():
+    """Torch 2.7 and 2.8, beside any registered backend, find none in "cpu:gloo" and warn when the group is destroyed."""
+    assert launch.backend(torch.device("cpu")) == "gloo"
