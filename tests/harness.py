@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launches import ROOT, TASKS  # noqa: F401 (the tests take them from here)
+from launches import ROOT, TASKS, without_gloo  # noqa: F401 (the tests take the first two from here)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
@@ -88,7 +88,8 @@ def run_processes(targets: list[Callable[[], int | None]], folder: Path, timeout
                 if process.is_alive():
                     process.kill()
                 process.join()
-    return [(p.exitcode, (folder / f"out{i}").read_text(), (folder / f"err{i}").read_text()) for i, p in enumerate(processes)]
+    outs = [without_gloo((folder / f"out{i}").read_text()) for i in range(len(processes))]
+    return [(p.exitcode, out, (folder / f"err{i}").read_text()) for i, (p, out) in enumerate(zip(processes, outs))]
 
 
 def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launches import ROOT, Launch, send, wait_for_end
+from launches import ROOT, Launch, send, wait_for_end, without_gloo
 
 DEVICE, PREFIX = "link0", "data-parallel-test-"  # in each of the two, and before their names
 NAMES = itertools.count()
@@ -185,7 +185,7 @@ class Node(Launch):
             super().__init__(host.command(*command), self.name, *options, stdout=out, **environment)
 
     def output(self) -> str:
-        return (self.name / "out").read_text()
+        return without_gloo((self.name / "out").read_text())
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def second_rank_starts():
         print("init_process_group", backend)
         raise Joined
 
-    common.resolve_device_type = lambda name: "cuda"
+    options.resolve_device_type = common.resolve_device_type = lambda name: "cuda"
     torch.accelerator.device_count = lambda: 2
     torch.accelerator.set_device_index = lambda index: print("set_device_index", index)
     dist.init_process_group = init_process_group

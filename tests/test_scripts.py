@@ -123,6 +123,13 @@ def test_readme_commands_exist():
         options.build_parser(mode).parse_args(argv.split())
 
 
+def test_readme_and_requirements_name_the_same_oldest_versions():
+    python, torch = re.search(r"Python ≥ (\d\.\d+), torch ≥ (\d\.\d+)", README).groups()
+    assert f"torch>={torch}" in (ROOT / "requirements.txt").read_text().split()
+    assert f'target-version = "py{python.replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"${{1:-python{python}}}" in (ROOT / ".ci" / "floor").read_text()
+
+
 def test_readme_shows_the_equivalence_of_the_code_as_it_is():
     import readme
 

@@ -31,7 +31,7 @@ def assert_only_this_machine_can_reach(launch):
     assert all("GLOO_SOCKET_IFNAME=lo\0" in read(pid, "environ") for pid in ranks)
 
 
-@pytest.mark.parametrize(("mode", "workers", "number"), [("single", 0, signal.SIGTERM), ("ddp", 2, signal.SIGUSR1)])
+@pytest.mark.parametrize(("mode", "workers", "number"), [("single", 0, signal.SIGTERM.value), ("ddp", 2, signal.SIGUSR1.value)])
 def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, number, tmp_path):
     """Of a launcher of spawned processes: pitfall 39."""
     with Launch(LAUNCHES[mode], tmp_path, "--workers", str(workers)) as launch:
@@ -41,7 +41,7 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
         assert launch.end() == CODES[number], launch.errors()
         saved = launch.checkpoint()
         assert saved["global_step"] > 12 and not list((tmp_path / "run").glob(".*tmp*"))
-        message = f"stopped by {number.name} after saving step {saved['global_step']} (exit code {CODES[number]})"
+        message = f"stopped by {signal.Signals(number).name} after saving step {saved['global_step']} (exit code {CODES[number]})"
         assert launch.errors().rstrip().endswith(message), "the last line says what happened"
 
 
