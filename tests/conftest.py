@@ -19,6 +19,29 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of checkpoint.py, which stands still until the test moves it."""
+    import runs
+
+    import checkpoint
+
+    clock = runs.Clock()
+    monkeypatch.setattr(checkpoint, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def handlers():
+    """Put back the answers to signals that a Run in this process takes over."""
+    import options
+
+    before = {number: signal.getsignal(number) for number in options.SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import nodes
     import torch

@@ -153,3 +153,94 @@ def test_conversion_keeps_names_and_values():
 def test_wrong_input_is_an_error():
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         make_layers("1d", {})[1](torch.zeros(4, dtype=torch.float64))
+
+
+# ------------------------------------------------------------------------------ half precision
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+VALUES = {  # mean and spread: what a sum, a square, or a mean in half precision would spoil
+    "usual": (3.0, 2.0),
+    "far from zero": (1000.0, 8.0),
+    "near the largest fp16": (0.0, 12_000.0),
+    "tiny": (0.0, 1e-3),
+}
+
+
+def check_half(dtype):
+    """On every rank: beside nn.BatchNorm in float32 on everybody's samples, of the same rounded inputs."""
+    rank, sizes = dist.get_rank(), PIECES[dist.get_world_size()]
+    rounding = torch.finfo(dtype).eps
+    for name, (mean, spread) in VALUES.items():
+        whole, ours = (layer.float() for layer in make_layers("2d", {"eps": 1e-12}))
+        generator = torch.Generator().manual_seed(0)
+        shape = sum(sizes), 4, 5, 4
+        batch = (mean + spread * torch.randn(shape, generator=generator)).clamp(-65_000, 65_000).to(dtype)
+        weights = torch.randn(shape, generator=generator)
+        everything, mine = batch.float().requires_grad_(), batch.split(sizes)[rank].clone().requires_grad_()
+        wanted, value = whole(everything).split(sizes)[rank], ours(mine)
+        assert value.dtype == dtype and value.isfinite().all(), name
+        limit = rounding * wanted.abs().max()
+        assert (value.float() - wanted).abs().max() <= limit, (name, "output")
+
+        (wanted * weights.split(sizes)[rank]).sum().backward()
+        dist.all_reduce(everything.grad)  # of the other ranks' samples too
+        (value.float() * weights.split(sizes)[rank]).sum().backward()
+        gradient = everything.grad.split(sizes)[rank]
+        assert mine.grad.dtype == dtype, name
+        assert (mine.grad.float() - gradient).abs().max() <= 4 * rounding * gradient.abs().max(), name
+        for (which, buffer), reference in zip(ours.named_buffers(), whole.buffers()):
+            assert buffer.dtype == reference.dtype and buffer.isfinite().all(), (name, which)
+            difference = (buffer.double() - reference.double()).abs().max()
+            assert difference <= 1e-5 * reference.double().abs().max().clamp(min=1e-3 * spread), (name, which)
+        for parameter in ours.parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+
+
+def check_half_layer(dtype):
+    """A layer whose own weights are in half precision."""
+    rank, sizes = dist.get_rank(), PIECES[dist.get_world_size()]
+    whole, ours = make_layers("2d", {})
+    whole, ours = whole.float(), ours.to(dtype)
+    whole.load_state_dict(ours.state_dict())
+    batch = (3 + 2 * torch.randn(sum(sizes), 4, 3, 2, generator=torch.Generator().manual_seed(0))).to(dtype)
+    wanted, value = whole(batch.float()).split(sizes)[rank], ours(batch.split(sizes)[rank])
+    assert value.dtype == dtype and ours.running_mean.dtype == ours.running_var.dtype == dtype
+    limit = 4 * torch.finfo(dtype).eps
+    assert (value.float() - wanted).abs().max() <= limit * wanted.abs().max()
+    assert (ours.running_mean.float() - whole.running_mean).abs().max() <= limit
+    assert (ours.running_var.float() - whole.running_var).abs().max() <= limit * 2
+
+
+def check_halves():
+    for dtype in HALF.values():
+        check_half(dtype)
+        check_half_layer(dtype)
+
+
+def test_half_precision_is_normalised_by_statistics_in_float32():
+    in_group(3, check_halves)
+
+
+def check_amp(amp):
+    """Under autocast, behind a convolution: the output is that of one device, within its roundings."""
+    rank, sizes = dist.get_rank(), PIECES[dist.get_world_size()]
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
+    ours = convert_sync_batchnorm(models[1], torch.device("cpu"))
+    batch = torch.randn(sum(sizes), 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", HALF[amp]):
+        wanted, value = models[0](batch).split(sizes)[rank], ours(batch.split(sizes)[rank])
+    assert value.dtype == wanted.dtype == HALF[amp]
+    assert (value - wanted).abs().max() <= 4 * torch.finfo(HALF[amp]).eps * wanted.abs().max()
+    assert ours[1].running_var.dtype == torch.float32
+
+
+def check_amps():
+    for amp in HALF:
+        check_amp(amp)
+
+
+def test_autocast_gives_what_one_device_gives():
+    in_group(2, check_amps)

@@ -1,0 +1,303 @@
+"""Figures that are only printed or logged: each is computed here from what the run was given."""
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import in_group, single_run, train
+from pitfalls import BASE
+from runs import Clock, make_run, make_step, start_epoch
+
+import checkpoint
+
+LOSSES = [[0.5, 1.5, 4.0], [2.0], [1.0, 0.25], [7.0, 1.0], [0.125], [3.0, 3.5, 1.0, 0.5]]
+SECONDS = [0.5, 0.25, 2.0, 1.0, 0.125, 4.0]
+
+
+pytestmark = pytest.mark.usefixtures("handlers")
+
+
+def log_of(folder):
+    text = (folder / "run" / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def column(lines, name):
+    return [line.get(name) for line in lines]
+
+
+def figures(text):
+    """Return the figures of a printed training line, by what stands beside them."""
+    found = re.fullmatch(
+        r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
+        r"loss (?P<loss>-?\d+\.\d{6}|nan)  lr (?P<lr>\d+\.\d{5})  (?P<speed>\d+) images/s"
+        r"(?:  skipped (?P<skipped>\d+) steps? with non-finite gradients)?",
+        text,
+    )
+    assert found, text
+    return {name: float(value) for name, value in found.groupdict().items() if value is not None}
+
+
+def test_speed_is_the_samples_since_the_last_line_over_the_seconds_since(clock, tmp_path):
+    run = make_run(tmp_path, "--log-every", 4, "--epochs", 3)
+    for _ in range(2):
+        start_epoch(run)
+        for losses, seconds in zip(LOSSES, SECONDS):
+            clock.seconds += seconds
+            make_step(run, losses)
+        clock.seconds += 100  # an evaluation, which is no training
+        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    lines = [line for line in log_of(tmp_path) if line["event"] == "train"]
+    assert column(lines, "global_step") == [4, 6, 8, 12], "and the last of an epoch"
+    assert [(line["epoch"], line["step"]) for line in lines] == [(0, 4), (0, 6), (1, 2), (1, 6)]
+    assert column(lines, "images_per_s") == [8 / 3.75, 5 / 4.125, 4 / 0.75, 9 / 7.125]
+    parts = (0, 1, 2, 3), (4, 5), (0, 1), (2, 3, 4, 5)
+    sums = [sum(sum(LOSSES[i]) for i in part) for part in parts]
+    assert column(lines, "loss") == [total / n for total, n in zip(sums, (8, 5, 4, 9))]
+
+
+def test_speed_after_a_resume_counts_what_this_process_trained_on(clock, tmp_path):
+    """The mean loss is still that of all samples since the last line."""
+    first = make_run(tmp_path, "--log-every", 4)
+    start_epoch(first)
+    for losses in LOSSES[:3]:
+        clock.seconds += 50
+        make_step(first, losses)
+    first.save("last.pt")
+    first.file.close()
+    run = make_run(tmp_path, "--log-every", 4, "--resume", "auto")
+    assert run.state.global_step == 3
+    clock.seconds += 1000  # until the first batch comes
+    start_epoch(run)
+    for losses, seconds in zip(LOSSES[3:], SECONDS[3:]):
+        clock.seconds += seconds
+        make_step(run, losses)
+    lines = log_of(tmp_path)
+    assert column(lines, "images_per_s") == [2 / 1.0, 5 / 4.125]
+    assert column(lines, "loss") == [sum(map(sum, LOSSES[:4])) / 8, 8.125 / 5]
+
+
+def check_speed_of_two_ranks(folder):
+    """On each rank: 3 and 2 samples a step."""
+    clock = checkpoint.time = Clock()
+    rank = dist.get_rank()
+    run = make_run(Path(folder), "--log-every", 2, rank=rank, world_size=2)
+    start_epoch(run)
+    for step in range(6):
+        clock.seconds += 0.5 if rank == 0 else 3.0  # rank 0 tells the time
+        make_step(run, [float(step + 10 * rank + i) for i in range(3 - rank)])
+        if step == 2:
+            run.save("last.pt")
+    run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+
+
+def test_speed_and_loss_are_those_of_all_ranks(tmp_path):
+    first, second = in_group(2, functools.partial(check_speed_of_two_ranks, str(tmp_path)))
+    lines = log_of(tmp_path)[:3]
+    assert column(lines, "images_per_s") == [10.0] * 3
+    losses = [step + value for step in range(6) for value in (0, 1, 2, 10, 11)]
+    assert column(lines, "loss") == [sum(losses[i : i + 10]) / 10 for i in (0, 10, 20)]
+    assert first.count("images/s") == 3 and second == "", "one rank prints"
+
+
+def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
+    run = make_run(
+        tmp_path,
+        "--log-every",
+        2,
+        "--epochs",
+        7,
+        "--lr",
+        "0.08",
+        "--schedule",
+        "cosine",
+    )
+    assert capsys.readouterr().out == f"output folder: {tmp_path / 'run'}\n"
+    for epoch in range(2):
+        start_epoch(run)
+        for step, (losses, seconds) in enumerate(zip(LOSSES, SECONDS)):
+            clock.seconds += seconds / 100
+            if (epoch, step) in ((0, 3), (1, 2), (1, 3)):
+                run.state.scaler.skipped += 1
+            make_step(run, losses)
+        run.state.epoch, run.state.step = run.state.epoch + 1, 0
+    printed = [figures(line) for line in capsys.readouterr().out.splitlines()]
+    lines = log_of(tmp_path)
+    assert len(printed) == len(lines) == 6
+    for shown, line in zip(printed, lines):
+        assert (shown["epoch"], shown["epochs"]) == (line["epoch"] + 1, 7), "counted from 1"
+        assert (shown["step"], shown["steps"]) == (line["step"], 6)
+        assert abs(shown["loss"] - line["loss"]) <= 0.5000001e-6
+        assert abs(shown["lr"] - line["lr"]) <= 0.5000001e-5
+        assert abs(shown["speed"] - line["images_per_s"]) <= 0.5
+    assert column(lines, "skipped") == [0, 1, 0, 0, 2, 0], "since the last line"
+    assert column(printed, "skipped") == [None, 1, None, None, 2, None], "if any"
+    assert min(line["images_per_s"] for line in lines) > 100, "or rounding would hide a factor"
+
+
+def test_learning_rate_and_norm_of_a_line_are_those_of_its_step(clock, tmp_path):
+    run = make_run(tmp_path, "--log-every", 3, "--epochs", 2, "--lr", "0.7", "--schedule", "cosine")
+    start_epoch(run)
+    for step, losses in enumerate(LOSSES):
+        clock.seconds += 1
+        used = run.state.optimizer.param_groups[0]["lr"]
+        assert used == pytest.approx(0.7 * (1 + math.cos(math.pi * step / 12)) / 2, rel=1e-12)
+        make_step(run, losses, norm=step + 0.25)
+    lines = log_of(tmp_path)
+    assert column(lines, "grad_norm") == [2.25, 5.25]
+    factors = [(1 + math.cos(math.pi * step / 12)) / 2 for step in (2, 5)]
+    assert column(lines, "lr") == pytest.approx([0.7 * factor for factor in factors], rel=1e-12)
+    names = [
+        "event",
+        "epoch",
+        "step",
+        "global_step",
+        "loss",
+        "lr",
+        "images_per_s",
+        "grad_norm",
+        "skipped",
+    ]
+    assert set(names) <= set(lines[0]) and all(line["event"] == "train" for line in lines)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_say_is_null(value, clock, tmp_path, capsys):
+    run = make_run(tmp_path, "--log-every", 1)
+    start_epoch(run)
+    clock.seconds += 1
+    make_step(run, [value, 1.0], norm=value)
+    run.log_eval({"loss": value, "top1": 0.25, "count": 57})
+    train_line, eval_line = log_of(tmp_path)
+    assert train_line["loss"] is train_line["grad_norm"] is eval_line["loss"] is None
+    assert train_line["images_per_s"] == 2.0
+    assert eval_line["top1"] == 0.25 and eval_line["count"] == 57
+    assert f"loss {value:.6f}" in capsys.readouterr().out, "but said"
+
+
+def test_evaluation_is_printed_and_logged(tmp_path, capsys):
+    run = make_run(tmp_path, "--epochs", 4)
+    run.state.epoch, run.state.step, run.state.global_step = 2, 6, 18
+    run.log_eval({"loss": 1.23456789, "top1": 0.5, "top5": 0.98765432, "count": 57})
+    *_, text = capsys.readouterr().out.splitlines()
+    assert text == "epoch 3/4  eval  loss 1.234568  top1 0.500000  top5 0.987654  (57 samples)"
+    assert log_of(tmp_path) == [
+        {
+            "event": "eval",
+            "epoch": 2,
+            "global_step": 18,
+            "loss": 1.23456789,
+            "top1": 0.5,
+            "top5": 0.98765432,
+            "count": 57,
+        }
+    ]
+
+
+class Bar:
+    """What tqdm was told."""
+
+    def __init__(self, **settings):
+        self.settings, self.told = settings, []
+
+    def update(self, n=1):
+        self.told.append(n)
+
+    def set_postfix_str(self, text):
+        self.told.append(text)
+
+    def close(self):
+        self.told.append("closed")
+
+
+def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkeypatch, capsys):
+    bars = []
+    monkeypatch.setattr(
+        "tqdm.tqdm",
+        lambda *_, **settings: bars.append(Bar(**settings)) or bars[-1],
+    )
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    run = make_run(tmp_path, "--log-every", 2, "--epochs", 3)
+    run.state.epoch, run.state.step, run.state.global_step = 1, 3, 9
+    batches = run.batches([(torch.zeros(1), torch.zeros(1))] * 3)
+    capsys.readouterr()
+    for losses, _ in zip(LOSSES, batches):
+        clock.seconds += 0.25
+        make_step(run, losses)
+    assert next(batches, None) is None
+    (bar,) = bars
+    assert (bar.settings["total"], bar.settings["initial"]) == (6, 3)
+    assert bar.settings["desc"] == "epoch 2/3"
+    assert [told for told in bar.told if not isinstance(told, str)] == [1, 1, 1]
+    assert bar.told[-1] == "closed" and run.bar is None
+    shown = [figures(told) for told in bar.told if isinstance(told, str) and told != "closed"]
+    assert [set(line) for line in shown] == [{"loss", "lr", "speed"}] * 2, "the bar says where"
+    assert column(shown, "speed") == [12, 6]
+    assert capsys.readouterr().out == "", "no plain lines beside the bar"
+    run.log_eval({"loss": 1.0, "top1": 0.5, "count": 57})
+    assert "eval" in capsys.readouterr().out, "which follows the bar"
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+
+def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
+    run = make_run(tmp_path, "--log-every", 2)
+    run.writer = Writer()
+    start_epoch(run)
+    for losses in LOSSES:
+        clock.seconds += 1
+        make_step(run, losses)
+    run.log_eval({"loss": 1.5, "top1": 0.5, "count": 57})
+    positions = {"event", "epoch", "step", "global_step", "count"}
+    wanted = [
+        (f"{line['event']}/{name}", value, line["global_step"])
+        for line in log_of(tmp_path)
+        for name, value in line.items()
+        if name not in positions
+    ]
+    assert sorted(run.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 5 + 2
+
+
+def test_every_mode_logs_the_norm_of_the_whole_gradient_before_clipping(tmp_path):
+    argv = (*BASE, "--epochs", "1", "--clip-grad-norm", "0.01", "--accum-steps", "2")
+    wanted = [line["grad_norm"] for line in single_run(*argv).train_lines()]
+    assert len(wanted) == 6 and min(wanted) > 0.1
+    reference = single_run(*argv, steps=1).gradients[0][0]
+    assert math.sqrt(sum(g.square().sum().item() for g in reference.values())) == pytest.approx(
+        0.01,
+        rel=1e-3,
+    )
+    for mode, n in (("dp", 3), ("ddp", 2), ("spawn", 2)):
+        found = train(mode, n, *argv, folder=tmp_path / mode, steps=0)
+        assert column(found.train_lines(), "grad_norm") == pytest.approx(
+            wanted,
+            rel=1e-9,
+        ), mode
+        assert column(found.train_lines(), "skipped") == [0] * 6
+
+
+def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
+    """Epochs are counted from 1, and steps say how many are done."""
+    for epoch, step, where in (
+        (1, 4, "at epoch 2, step 4"),
+        (2, 0, "at epoch 3, step 0"),
+        (3, 0, "after all 3 epochs; more would go on"),
+    ):
+        run = make_run(tmp_path, "--epochs", 3, "--resume", "auto")
+        run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
+        run.save("last.pt")
+        run.file.close()
+        capsys.readouterr()
+        make_run(tmp_path, "--epochs", 3, "--resume", "auto").file.close()
+        assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
