@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import train
+from pitfalls import BASE, printed
 from runs import make_run, make_step, start_epoch
 
 import checkpoint
+import common
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -123,7 +126,7 @@ def test_previous_checkpoint_is_moved_after_the_new_one_is_on_the_disk(run, monk
         old = step_in(run.folder / "last.pt")
         run.state.global_step = old + 1
         journal = Journal(run.folder, monkeypatch)
-        assert run.save("epoch-0009.pt", "last.pt")
+        run.save("epoch-0009.pt", "last.pt")
         monkeypatch.undo()
         assert journal.appearances() == ["epoch-0009.pt", "last.pt", "previous.pt"]
         last, previous = (
@@ -149,7 +152,7 @@ def test_log_is_on_the_disk_before_a_checkpoint_is_begun(run, monkeypatch):
 def test_first_save_leaves_no_previous_one(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     journal = Journal(run.folder, monkeypatch)
-    assert run.save("last.pt")
+    run.save("last.pt")
     monkeypatch.undo()
     assert journal.appearances() == ["last.pt"]
     check_files(journal, ["last.pt"], 0)
@@ -162,7 +165,7 @@ def test_file_system_without_hard_links_keeps_the_previous_one_too(run, monkeypa
 
     monkeypatch.setattr(os, "link", no_links)
     old = step_in(run.folder / "last.pt")
-    assert run.save("last.pt")
+    run.save("last.pt")
     assert (step_in(run.folder / "previous.pt"), step_in(run.folder / "last.pt")) == (old, 12)
     assert not list(run.folder.glob(".*"))
 
@@ -195,7 +198,7 @@ def test_leftover_of_a_killed_save_is_no_previous_checkpoint(tmp_path):
     """There is no last.pt yet, but a temporary file of whatever was there before."""
     run = make_run(tmp_path)
     (run.folder / ".previous.pt.tmp").write_bytes(b"half a file")
-    assert run.save("last.pt")
+    run.save("last.pt")
     assert sorted(path.name for path in run.folder.iterdir()) == ["last.pt", "metrics.jsonl"]
 
 
@@ -286,6 +289,112 @@ def test_kept_epochs_are_every_so_many(tmp_path):
     assert not list(make_run(tmp_path / "none", "--epochs", 5).folder.glob("*.pt"))
 
 
+def test_score_that_was_not_saved_is_not_the_best(tmp_path):
+    """best.pt is always the file of the score that later ones are compared with."""
+    run = make_run(tmp_path, "--epochs", 50)
+    for score, poison in ((0.5, False), (0.9, True), (0.75, False)):
+        good = run.state.net.weight.data.clone()
+        run.state.net.weight.data[0] = math.nan if poison else 1.0
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
+        run.state.net.weight.data.copy_(good)
+    assert load(run.folder / "best.pt")["best"] == load(run.folder / "last.pt")["best"] == 0.75
+    assert load(run.folder / "best.pt")["epoch"] == 3
+
+
+def go_back(folder, name, **files):
+    """Train two epochs, with scores 0.5 and 0.9, go back to a file of them, and score 0.4."""
+    run = make_run(folder / "first", "--epochs", 50, "--keep-every", 1)
+    for score in (0.5, 0.9):
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
+    run.file.close()
+    return make_run(folder / name, "--epochs", 50, "--resume", run.folder / files["of"])
+
+
+@pytest.mark.parametrize("name", ["first", "other"])
+def test_going_back_makes_another_best(name, tmp_path):
+    run = go_back(tmp_path, name, of="epoch-0001.pt")
+    run.state.step = run.steps_per_epoch
+    run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
+    best = load(run.folder / "best.pt")
+    assert (best["epoch"], best["best"]) == (2, 0.4), "that of a later epoch is of another run"
+
+
+def test_best_comes_along_to_another_folder(tmp_path):
+    run = go_back(tmp_path, "other", of="last.pt")
+    assert load(run.folder / "best.pt")["epoch"] == 2
+    run.state.step = run.steps_per_epoch
+    run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
+    assert load(run.folder / "best.pt")["epoch"] == 2 and load(run.folder / "last.pt")["best"] == 0.9
+
+
+def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
+    run = make_run(tmp_path, "--epochs", 1)
+    assert run.finish() == 0
+    run.state.net.bias.data[1] = math.inf
+    run.save("last.pt")
+    assert not (run.folder / "last.pt").exists()
+    assert "non-finite values in bias" in capsys.readouterr().err
+    with pytest.raises(common.Stopped) as stopped:
+        run.finish()
+    assert stopped.value.code == 1 and stopped.value.reason.endswith("non-finite values in bias")
+    run.state.net.bias.data[1] = 0
+    run.save("last.pt")
+    assert run.finish() == 0 and step_in(run.folder / "last.pt") == 0
+
+
+# ---------------------------------------------------------------------------- around an evaluation
+
+
+def print_files(rank):
+    """Print what appears, and when the evaluation is made."""
+    import train_single
+
+    save, evaluate = checkpoint.save_checkpoint, train_single.evaluate
+
+    def saved(state, path):
+        save(state, path)
+        place = [path.name, state["epoch"], state["step"], len(state["log"])]
+        print("event", json.dumps(place), flush=True)
+
+    def evaluated(*arguments):
+        print("event", json.dumps("evaluation"))
+        return evaluate(*arguments)
+
+    checkpoint.save_checkpoint, train_single.evaluate = saved, evaluated
+
+
+def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(tmp_path):
+    argv = (*BASE, "--epochs", "2", "--keep-every", "2", "--save-every", "3")
+    events = printed(train("single", 1, *argv, folder=tmp_path, patch=print_files).out, "event")
+    assert events[:5] == [["last.pt", 0, 3, 1], ["last.pt", 0, 6, 1], "evaluation", *events[3:5]]
+    assert events[3:5] == [["best.pt", 1, 0, 1], ["last.pt", 1, 0, 1]]
+    assert events[5:8] == [["last.pt", 1, 3, 1], ["last.pt", 1, 6, 1], "evaluation"]
+    names = [event[0] for event in events[8:]]
+    assert names in (["best.pt", "epoch-0002.pt", "last.pt"], ["epoch-0002.pt", "last.pt"])
+    assert all(event[1:] == [2, 0, 1] for event in events[8:])
+
+
+@pytest.mark.parametrize("number", common.SIGNALS)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
+    """In the last epoch all is done then, and there is nothing to stop."""
+    run = make_run(tmp_path, "--epochs", epochs)
+    run.state.step, run.state.global_step = run.steps_per_epoch, 6
+    os.kill(os.getpid(), number)
+    if epochs == 1:
+        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    else:
+        with pytest.raises(common.Stopped) as stopped:
+            run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+        assert stopped.value.code == common.SIGNALS[number]
+        assert stopped.value.reason == f"stopped by {number.name} after saving step 6"
+    saved = load(run.folder / "last.pt")
+    assert (saved["epoch"], saved["step"]) == (1, 0) and (run.folder / "best.pt").exists()
+    assert (run.folder / "metrics.jsonl").read_text().count("eval") == 1
+
+
 # ----------------------------------------------------------------------- where an evaluation stands
 
 
@@ -316,6 +425,19 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
     }
 
 
+def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
+    """It prints, and that is all."""
+    run.save("last.pt")
+    run.file.close()
+    before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
+    path = run.folder / "last.pt"
+    again = make_run(run.folder.parent, "--eval-only", "--resume", path)
+    capsys.readouterr()
+    again.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
+    assert "epoch 2/30  eval  loss 1.500000" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in run.folder.iterdir()} == before
+
+
 def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 3)
     for epoch in range(2):
@@ -326,4 +448,3 @@ def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
     logged = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     assert [(line["epoch"], line["global_step"]) for line in logged] == [(0, 6), (1, 12)]
     assert (run.state.epoch, run.state.step) == (2, 0)
-    assert checkpoint.non_finite(run.state.checkpoint()) == []

@@ -45,14 +45,14 @@ def test_stronger_signal_wins_whichever_comes_first():
         assert first == again == strongest(map(signal.Signals, numbers)), numbers
 
 
-def agree_on(numbers):
+def agree_on(numbers, wait=False):
     """A signal, or none, for each rank; then all of them ask until they agree."""
     stop = checkpoint.StopSignal()
     assert stop.agreed() is None and stop.agreed() is None
     if number := numbers[dist.get_rank()]:
         os.kill(os.getpid(), number)
-    answers = [stop.agreed() for _ in range(3)]
-    dist.barrier()
+    answers = [stop.agreed(wait=wait) for _ in range(3)]
+    dist.barrier()  # nobody is told of the next case while others still ask about this one
     return answers
 
 
@@ -64,6 +64,8 @@ def check_ranks():
         (INT, USR1, None),
     ]:
         first, *others = agree_on(numbers)
+        waited = agree_on(numbers, wait=True)
+        assert waited == [strongest(filter(None, numbers))] * 3, (numbers, waited)
         assert first is None, "of the step before, in which nobody had been told"
         assert others == [strongest(filter(None, numbers))] * 2, (numbers, others)
 
