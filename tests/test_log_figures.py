@@ -91,18 +91,26 @@ def check_speed_of_two_ranks(folder):
     for step in range(6):
         clock.seconds += 0.5 if rank == 0 else 3.0  # rank 0 tells the time
         make_step(run, [float(step + 10 * rank + i) for i in range(3 - rank)])
-        if step == 2:
+        if step == 4:
             run.save("last.pt")
+            dist.barrier()
+            if rank == 0:
+                run.file.close()
+            argv = "--log-every", 2, "--resume", "auto"
+            run = make_run(Path(folder), *argv, rank=rank, world_size=2)
+            clock.seconds += 100
+            start_epoch(run)
     run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
 
 
 def test_speed_and_loss_are_those_of_all_ranks(tmp_path):
     first, second = in_group(2, functools.partial(check_speed_of_two_ranks, str(tmp_path)))
     lines = log_of(tmp_path)[:3]
-    assert column(lines, "images_per_s") == [10.0] * 3
+    assert column(lines, "images_per_s") == [10.0] * 3, "the last one is of a run that was resumed"
     losses = [step + value for step in range(6) for value in (0, 1, 2, 10, 11)]
     assert column(lines, "loss") == [sum(losses[i : i + 10]) / 10 for i in (0, 10, 20)]
-    assert first.count("images/s") == 3 and second == "", "one rank prints"
+    assert first.count("images/s") == 3 and "resumed at epoch 1, step 5" in first
+    assert second == "", "one rank prints"
 
 
 def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):

@@ -197,6 +197,22 @@ def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(size, s
     assert len({tuple(row[:2]) for row in found.tolist()}) > min(40, (2 * shift + 1) ** 2 - 1)
 
 
+def test_draws_decide_the_window_and_the_mirroring():
+    """Equal parts of 0 to 1 for each of the windows, and half of it for each direction."""
+    image = noise(6, 7)[None]
+    windows, padded = task.windows_of(image, 2), F.pad(image, (2,) * 4)[0]
+    below = 1 - 2.0**-53
+    for row, y in ((0.0, 0), (0.1999999, 0), (0.2000001, 1), (0.5, 2), (0.7999999, 3), (below, 4)):
+        for column, x in ((0.0, 0), (0.3999999, 1), (0.4000001, 2), (below, 4)):
+            for mirror, turned in ((0.0, True), (0.4999999, True), (0.5, False), (below, False)):
+                draws = np.array([[row, column, mirror]])
+                window = padded[:, y : y + 6, x : x + 7]
+                (seen,) = task.shift_and_flip(windows, np.array([0]), draws, flip=False)
+                assert seen.equal(window)
+                (seen,) = task.shift_and_flip(windows, np.array([0]), draws, flip=True)
+                assert seen.equal(window.flip(-1) if turned else window)
+
+
 def test_small_image_files_are_keyed_by_the_sample(tmp_path):
     samples = write(tmp_path, noise(30, 50)) * 30
 
@@ -355,6 +371,14 @@ def test_network_sees_each_channel_normalised_in_its_precision(name, model, dtyp
     assert seen[0].dtype == getattr(torch, dtype)
     assert (seen[0].double() - wanted).abs().max() < {"float32": 1e-6, "float64": 1e-14}[dtype]
     assert not {"mean", "std"} & dict(net.named_buffers()).keys(), "not in a checkpoint"
+
+
+def test_logits_of_resnet9_are_an_eighth_of_its_head():
+    """Or the large learning rate that it is made for would be too large at the start."""
+    net, seen = task.ResNet9(3, 10).eval(), []
+    net.head.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs))
+    logits = net(torch.randn(2, 3, 32, 32))
+    assert logits.equal(seen[0] / 8) and net.head.bias is None
 
 
 class Identity(nn.Module):

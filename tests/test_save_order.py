@@ -1,5 +1,7 @@
 """Several files in one save: their order, what is on the disk by then, and which is the best."""
 
+import functools
+import importlib
 import json
 import math
 import os
@@ -326,7 +328,8 @@ def test_best_comes_along_to_another_folder(tmp_path):
     assert load(run.folder / "best.pt")["epoch"] == 2
     run.state.step = run.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
-    assert load(run.folder / "best.pt")["epoch"] == 2 and load(run.folder / "last.pt")["best"] == 0.9
+    assert load(run.folder / "best.pt")["epoch"] == 2
+    assert load(run.folder / "last.pt")["best"] == 0.9
 
 
 def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
@@ -347,11 +350,10 @@ def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
 # ---------------------------------------------------------------------------- around an evaluation
 
 
-def print_files(rank):
+def print_files(mode, rank):
     """Print what appears, and when the evaluation is made."""
-    import train_single
-
-    save, evaluate = checkpoint.save_checkpoint, train_single.evaluate
+    script = importlib.import_module(f"train_{mode}")
+    save, evaluate = checkpoint.save_checkpoint, script.evaluate
 
     def saved(state, path):
         save(state, path)
@@ -359,15 +361,18 @@ def print_files(rank):
         print("event", json.dumps(place), flush=True)
 
     def evaluated(*arguments):
-        print("event", json.dumps("evaluation"))
+        if rank == 0:
+            print("event", json.dumps("evaluation"))
         return evaluate(*arguments)
 
-    checkpoint.save_checkpoint, train_single.evaluate = saved, evaluated
+    checkpoint.save_checkpoint, script.evaluate = saved, evaluated
 
 
-def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(tmp_path):
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
+def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n, tmp_path):
     argv = (*BASE, "--epochs", "2", "--keep-every", "2", "--save-every", "3")
-    events = printed(train("single", 1, *argv, folder=tmp_path, patch=print_files).out, "event")
+    patch = functools.partial(print_files, mode)
+    events = printed(train(mode, n, *argv, folder=tmp_path, patch=patch).out, "event")
     assert events[:5] == [["last.pt", 0, 3, 1], ["last.pt", 0, 6, 1], "evaluation", *events[3:5]]
     assert events[3:5] == [["best.pt", 1, 0, 1], ["last.pt", 1, 0, 1]]
     assert events[5:8] == [["last.pt", 1, 3, 1], ["last.pt", 1, 6, 1], "evaluation"]
