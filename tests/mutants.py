@@ -935,6 +935,316 @@ mutant("plot: negative losses on a logarithmic axis", "plot", "if name in LOGARI
 mutant("plot: only the last run counts", "plot", "positive = positive and all(", "positive = all(",
        "plot::test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
 
+# ------------------------------------------- figures, the order of files, drift, photographs, half precision, two signals, bench
+
+FIGURES, SAVES, DRIFT = "log_figures::test_", "save_order::test_", "drift::test_"
+PHOTO, SUMS, TWO = "photographs::test_", "bench_sums::test_", "two_signals::test_"
+SPEED = f"{FIGURES}speed_is_the_samples_since_the_last_line_over_the_seconds_since"
+RESUMED_SPEED = f"{FIGURES}speed_after_a_resume_counts_what_this_process_trained_on"
+RANKS_SPEED = f"{FIGURES}speed_and_loss_are_those_of_all_ranks"
+PRINTED = f"{FIGURES}printed_line_is_what_was_logged"
+BAR = f"{FIGURES}progress_bar_shows_the_position_and_the_figures"
+SCALARS = f"{FIGURES}tensorboard_gets_the_figures_of_the_log"
+mutant("speed: with what was trained on before the resume", "checkpoint", '(means["count"] - self.untimed) /', 'means["count"] /',
+       RESUMED_SPEED)
+mutant("speed: in images a millisecond", "checkpoint", "(now - self.clock)", "((now - self.clock) * 1000)", SPEED)
+mutant("speed: since the start of the epoch", "checkpoint", "self.clock, self.untimed = now, 0", "self.untimed = 0", SPEED)
+mutant("speed: less in every line after a resume", "checkpoint", "self.clock, self.untimed = now, 0", "self.clock = now", RESUMED_SPEED)
+mutant("speed: of rank 0's samples before the resume", "checkpoint", 'self.untimed = sum(checkpoint["log"]["count"])',
+       'self.untimed = checkpoint["log"]["count"][0]', RANKS_SPEED)
+mutant("speed: with the evaluation", "checkpoint", "        self.clock = time.perf_counter()\n        if is_rank0() and",
+       "        self.clock = getattr(self, 'clock', time.perf_counter())\n        if is_rank0() and", SPEED)
+mutant("speed: of one rank", "checkpoint", '(means["count"] - self.untimed) /', "(self.meter.count - self.untimed) /", RANKS_SPEED)
+mutant("log: epochs from 1", "checkpoint", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
+mutant("log: step of the run for that of the epoch", "checkpoint", '"step": state.step,\n', '"step": state.global_step,\n', SPEED)
+mutant("log: steps of an epoch are counted for --log-every", "checkpoint", "if state.global_step % args.log_every == 0 or",
+       "if state.step % args.log_every == 0 or", FIGURES + "speed_after_a_resume_counts_what_this_process_trained_on", SPEED)
+mutant("log: an epoch's last step is not logged", "checkpoint",
+       "if state.global_step % args.log_every == 0 or state.step == self.steps_per_epoch:",
+       "if state.global_step % args.log_every == 0:", SPEED)
+mutant("log: learning rate of the next step", "checkpoint",
+       '        lr = state.optimizer.param_groups[0]["lr"]\n        state.scheduler.step()\n',
+       '        state.scheduler.step()\n        lr = state.optimizer.param_groups[0]["lr"]\n',
+       f"{FIGURES}learning_rate_and_norm_of_a_line_are_those_of_its_step")
+mutant("log: norm rounded to float32", "checkpoint", '"grad_norm": grad_norm.item()', '"grad_norm": grad_norm.float().item()',
+       f"{FIGURES}learning_rate_and_norm_of_a_line_are_those_of_its_step")
+mutant("log: infinity is written", "checkpoint", "isinstance(value, float) and not math.isfinite(value)",
+       "isinstance(value, float) and math.isnan(value)", f"{FIGURES}what_json_cannot_say_is_null")
+mutant("print: epochs from 0", "checkpoint", 'position = f"epoch {state.epoch + 1}/', 'position = f"epoch {state.epoch}/', PRINTED)
+mutant("print: step of the run for that of the epoch", "checkpoint", "step {state.step}/{self.steps_per_epoch}  ",
+       "step {state.global_step}/{self.steps_per_epoch}  ", PRINTED)
+mutant("print: samples for images/s", "checkpoint", "{line['images_per_s']:.0f} images/s", "{means['count']:.0f} images/s", PRINTED)
+mutant("print: skipped in a row for skipped", "checkpoint", "skipped {skipped} steps", "skipped {state.scaler.in_a_row:.0f} steps", PRINTED)
+mutant("print: four digits of the loss", "checkpoint", "loss {line['loss']:.6f}", "loss {line['loss']:.4f}", PRINTED)
+mutant("print: evaluation with the count twice", "checkpoint", 'for name, value in metrics.items() if name != "count")',
+       "for name, value in metrics.items())", f"{FIGURES}evaluation_is_printed_and_logged")
+mutant("print: a resumed run names the epoch before", "checkpoint", 'f"at epoch {state.epoch + 1}, step', 'f"at epoch {state.epoch}, step',
+       f"{FIGURES}resumed_run_says_where_it_goes_on")
+mutant("print: a finished run goes on", "checkpoint", "if state.epoch < epochs else", "if state.epoch <= epochs else",
+       f"{FIGURES}resumed_run_says_where_it_goes_on")
+mutant("bar: starts at 0 after a resume", "checkpoint", "initial=self.state.step, ", "", BAR)
+mutant("bar: names the epoch before", "checkpoint", 'f"epoch {self.state.epoch + 1}/{self.args.epochs}"',
+       'f"epoch {self.state.epoch}/{self.args.epochs}"', BAR)
+mutant("bar: does not move", "checkpoint", "            self.bar.update()\n", "            self.bar.update(0)\n", BAR)
+mutant("bar: stays open", "checkpoint", "            self.bar = self.bar.close()\n", "            pass\n", BAR)
+mutant("bar: position twice", "checkpoint", "text if self.bar is not None else position + text", "position + text", BAR)
+mutant("tensorboard: counts are curves", "checkpoint", '"step", "global_step", "count"} if self.writer', '"step", "global_step"} if self.writer',
+       SCALARS)
+mutant("tensorboard: over the epoch", "checkpoint", "line[name], line[\"global_step\"])", 'line[name], line["epoch"])', SCALARS)
+for mode in ("single", "dp", "ddp", "spawn"):
+    mutant(f"{mode}: norm after clipping is logged", f"train_{mode}", "        run.end_step(grad_norm)\n",
+           "        run.end_step(grad_norm.clamp(max=args.clip_grad_norm))\n",
+           f"{FIGURES}every_mode_logs_the_norm_of_the_whole_gradient_before_clipping")
+    mutant(f"{mode}: evaluated before it is saved", f"train_{mode}",
+           '        run.save("last.pt")  # an interruption of the evaluation then loses nothing\n', "",
+           f"{SAVES}training_is_saved_before_its_evaluation_and_the_epoch_after_it[{mode}-{1 if mode == 'single' else 2}]")
+
+ORDERED = f"{SAVES}files_of_an_epoch_appear_whole_durable_and_in_this_order"
+PREVIOUS = f"{SAVES}previous_checkpoint_is_moved_after_the_new_one_is_on_the_disk"
+LOGGED = f"{SAVES}log_is_on_the_disk_before_a_checkpoint_is_begun"
+TIES = f"{SAVES}the_first_of_equal_scores_stays_the_best"
+ALL = 'self.save(*(["best.pt"] if best else []), *kept, "last.pt")'
+WRITE = '        with keep_previous(self.folder / "last.pt"):\n            for name in names:\n'
+mutant("save: last.pt before best.pt", "checkpoint", ALL, 'self.save("last.pt", *(["best.pt"] if best else []), *kept)', ORDERED)
+mutant("save: last.pt before the kept one", "checkpoint", ALL, 'self.save(*(["best.pt"] if best else []), "last.pt", *kept)', ORDERED)
+mutant("save: in the opposite order", "checkpoint", "            for name in names:\n", "            for name in names[::-1]:\n", ORDERED)
+mutant("save: the log stays in memory", "checkpoint", "        os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log\n",
+       "", LOGGED)
+mutant("save: the log after the checkpoint", "checkpoint",
+       "        os.fsync(self.file.fileno())  # a checkpoint must not be ahead of the log\n" + WRITE
+       + "                save_checkpoint(checkpoint, self.folder / name)\n",
+       WRITE + "                save_checkpoint(checkpoint, self.folder / name)\n        os.fsync(self.file.fileno())\n", LOGGED)
+mutant("log: lines stay in Python's memory", "checkpoint", '        self.file.write(json.dumps(plain) + "\\n")\n        self.file.flush()\n',
+       '        self.file.write(json.dumps(plain) + "\\n")\n', LOGGED)
+mutant("save: only last.pt is durable", "checkpoint", "            os.fsync(file.fileno())  # the data",
+       '            path.name != "last.pt" or os.fsync(file.fileno())  # the data', ORDERED)
+mutant("save: only the name of last.pt is durable", "checkpoint", "    os.fsync(folder)  # and the name too",
+       '    path.name != "last.pt" or os.fsync(folder)  # and the name too', ORDERED)
+mutant("save: only the names of others are durable", "checkpoint", "    os.fsync(folder)  # and the name too",
+       '    path.name == "last.pt" or os.fsync(folder)  # and the name too', ORDERED)
+mutant("save: on the disk before it is written", "checkpoint", "            torch.save(checkpoint, file)\n            file.flush()\n"
+       "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n",
+       "            os.fsync(file.fileno())\n            torch.save(checkpoint, file)\n            file.flush()\n", ORDERED)
+mutant("save: another folder is made durable", "checkpoint", "folder = os.open(path.parent, os.O_RDONLY)",
+       'folder = os.open(".", os.O_RDONLY)', ORDERED)
+mutant("save: previous.pt before last.pt", "checkpoint", "        yield\n        if temporary.exists():\n            os.replace",
+       "        if temporary.exists():\n            os.replace(temporary, path.with_name('previous.pt'))\n        yield\n"
+       "        if temporary.exists():\n            os.replace", PREVIOUS)
+mutant("save: previous.pt after the first file", "checkpoint", WRITE,
+       '        for name in names:\n            with keep_previous(self.folder / "last.pt"):\n', PREVIOUS)
+mutant("save: a leftover becomes previous.pt", "checkpoint",
+       "    temporary.unlink(missing_ok=True)\n    try:\n        if path.exists():", "    try:\n        if path.exists():",
+       f"{SAVES}leftover_of_a_killed_save_is_no_previous_checkpoint")
+mutant("save: no previous.pt without hard links", "checkpoint", "                shutil.copyfile(path, temporary)\n", "                pass\n",
+       f"{SAVES}file_system_without_hard_links_keeps_the_previous_one_too")
+mutant("save: what failed stays", "checkpoint", "        if temporary.exists():\n            os.replace(temporary, path.with_name(\"previous.pt\"))\n"
+       "    finally:\n        temporary.unlink(missing_ok=True)\n",
+       "        if temporary.exists():\n            os.replace(temporary, path.with_name(\"previous.pt\"))\n    finally:\n        pass\n",
+       f"{SAVES}failed_save_leaves_the_last_checkpoint_and_the_previous_one")
+mutant("save: --keep-every one epoch late", "checkpoint", "state.epoch % self.args.keep_every == 0", "state.epoch % self.args.keep_every == 1",
+       f"{SAVES}kept_epochs_are_every_so_many")
+mutant("save: kept under the number of the epoch before", "checkpoint", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
+       f"{SAVES}kept_epochs_are_every_so_many")
+mutant("best: the last of equal scores", "checkpoint", "or score > state.best)\n", "or score >= state.best)\n", TIES)
+mutant("best: infinity", "checkpoint", "math.isfinite(score) and (state", "not math.isnan(score) and (state", TIES)
+mutant("best: zero is no score", "checkpoint", "(state.best is None or score", "(not state.best or score", TIES)
+mutant("best: by the metric before the loss", "checkpoint", 'for name, value in metrics.items() if name != "loss")\n        self.log',
+       "for name, value in metrics.items())\n        self.log", f"{SAVES}first_metric_that_is_no_loss_decides")
+mutant("best: forgotten at resume", "checkpoint", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
+       'for name in ("epoch", "step", "global_step"):\n            setattr', f"{SAVES}tie_is_kept_across_a_resume")
+mutant("best: a score that was not saved", "checkpoint", "state.best = earlier if self.refused else state.best", "pass",
+       f"{SAVES}score_that_was_not_saved_is_not_the_best")
+mutant("best: that of a later epoch stays", "checkpoint", "                if found[\"best\"] == best:\n", "                if True:\n",
+       f"{SAVES}going_back_makes_another_best")
+mutant("best: does not come along", "checkpoint", '                        save_checkpoint(found, self.folder / "best.pt")\n',
+       "                        pass\n", f"{SAVES}best_comes_along_to_another_folder")
+mutant("finish: a state that was not saved is success", "checkpoint", "if refused := broadcast_object(self.refused):", "if refused := '':",
+       f"{SAVES}run_whose_last_state_was_not_saved_is_no_success")
+mutant("stop: within the last evaluation", "checkpoint", "if stop and state.epoch < self.args.epochs:", "if stop:",
+       f"{SAVES}stop_within_an_evaluation_comes_after_it")
+mutant("stop: not after an evaluation", "checkpoint", "if stop and state.epoch < self.args.epochs:", "if False:",
+       f"{SAVES}stop_within_an_evaluation_comes_after_it")
+EVALUATED = f"{SAVES}eval_only_names_the_epoch_whose_weights_it_sees"
+mutant("eval-only: the epoch after", "checkpoint", "epoch = self.state.epoch - after_epoch", "epoch = self.state.epoch", EVALUATED)
+mutant("eval-only: the epoch before the first", "checkpoint", "self.state.step == 0 < self.state.epoch", "self.state.step == 0", EVALUATED)
+mutant("eval-only: the epoch before that of a step", "checkpoint", "self.state.step == 0 < self.state.epoch", "0 < self.state.epoch", EVALUATED)
+mutant("eval-only: writes into the log of a run", "checkpoint", "if args.eval_only and log.exists() and log.stat().st_size:", "if False:",
+       f"{SAVES}eval_only_leaves_the_folder_of_a_run_as_it_is")
+
+DRIFTED = f"{DRIFT}drift_of_any_parameter_on_any_rank_is_named"
+SUMMED = "for p in net.parameters()])\n    extremes"
+mutant("drift: of the first parameter only", "common", SUMMED, "for p in list(net.parameters())[:1]])\n    extremes", DRIFTED)
+mutant("drift: of all but the last parameter", "common", SUMMED, "for p in list(net.parameters())[:-1]])\n    extremes", DRIFTED)
+mutant("drift: of what trains only", "common", SUMMED, "for p in net.parameters() if p.requires_grad])\n    extremes", DRIFTED)
+mutant("drift: of weights in float32", "common", "p.detach().view(bits[p.element_size()])", "p.detach().float().view(torch.int32)", DRIFTED)
+mutant("drift: of sums, not of bits", "common", "p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64)", "p.detach().double().sum()",
+       DRIFTED)
+mutant("drift: the last names", "common", "', '.join(different[:5])}; does every", "', '.join(different[-5:])}; does every", DRIFTED)
+mutant("drift: whole numbers of rank 0 stay there", "common", "    for buffer in net.buffers():\n        dist.broadcast",
+       "    for buffer in filter(torch.is_floating_point, net.buffers()):\n        dist.broadcast", DRIFTED)
+mutant("drift: buffers of rank 1", "common", "dist.broadcast(buffer, src=0)", "dist.broadcast(buffer, src=1)", DRIFTED)
+for mode in ("ddp", "spawn"):
+    mutant(f"{mode}: drift is not looked for", f"train_{mode}", SYNC, "", f"{DRIFT}drift_ends_the_epoch_in_which_it_happened[last-{mode}]")
+
+MIDDLE = f"{PHOTO}evaluation_resizes_the_shorter_side_and_takes_the_middle"
+RECIPE, SMALL = f"{PHOTO}crop_is_made_as_torchvision_makes_it", f"{PHOTO}small_images_fill_the_frame"
+SHIFTED, KEYED_CROP = f"{PHOTO}small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored", f"{PHOTO}crop_is_keyed_by_the_sample_the_epoch_and_the_seed"
+SMALL_KEYED, FOLDERS = f"{PHOTO}small_image_files_are_keyed_by_the_sample", f"{PHOTO}folders_are_classes_and_val_goes_before_test"
+CONSTANTS, NORMALISED = f"{PHOTO}constants_of_every_data_set", f"{PHOTO}network_sees_each_channel_normalised_in_its_precision"
+DRAWS, ARRAYS = f"{PHOTO}draws_decide_the_window_and_the_mirroring", f"{PHOTO}arrays_are_augmented_in_training_only"
+EVAL_SIZE = "v2.Resize(size * 8 // 7, antialias=True)"
+mutant("photograph: resized to the crop", "task", EVAL_SIZE, "v2.Resize(size, antialias=True)", MIDDLE)
+mutant("photograph: resized to the next number", "task", EVAL_SIZE, "v2.Resize(round(size * 8 / 7), antialias=True)", MIDDLE)
+mutant("photograph: another margin", "task", EVAL_SIZE, "v2.Resize(size * 7 // 6, antialias=True)", MIDDLE)
+mutant("photograph: squeezed", "task", EVAL_SIZE, "v2.Resize((size * 8 // 7, size * 8 // 7), antialias=True)", MIDDLE)
+mutant("photograph: resized without antialiasing", "task", EVAL_SIZE, "v2.Resize(size * 8 // 7, antialias=False)", MIDDLE)
+mutant("photograph: resized by the nearest pixel", "task", EVAL_SIZE, "v2.Resize(size * 8 // 7, interpolation=0)", MIDDLE)
+mutant("photograph: evaluated anywhere", "task", "v2.CenterCrop(size)", "v2.RandomCrop(size)", MIDDLE)
+mutant("photograph: evaluated mirrored", "task", "v2.CenterCrop(size)]", "v2.CenterCrop(size), v2.RandomHorizontalFlip(1.0)]", MIDDLE)
+mutant("photograph: evaluated whole", "task", ", v2.CenterCrop(size)]", ", v2.Resize((size, size), antialias=True)]", MIDDLE)
+CROP = "v2.RandomResizedCrop(size, antialias=True)"
+mutant("photograph: crops of half of it at least", "task", CROP, "v2.RandomResizedCrop(size, scale=(0.5, 1.0), antialias=True)",
+       f"{PHOTO}training_crops_are_of_any_size_and_shape_within_the_recipe")
+mutant("photograph: square crops", "task", CROP, "v2.RandomResizedCrop(size, ratio=(1.0, 1.0), antialias=True)",
+       f"{PHOTO}training_crops_are_of_any_size_and_shape_within_the_recipe")
+mutant("photograph: cropped without antialiasing", "task", CROP, "v2.RandomResizedCrop(size, antialias=False)", RECIPE)
+mutant("photograph: never mirrored", "task", ", v2.RandomHorizontalFlip()]", "]", f"{PHOTO}half_of_the_crops_are_mirrored")
+mutant("photograph: always mirrored", "task", "v2.RandomHorizontalFlip()]", "v2.RandomHorizontalFlip(1.0)]",
+       f"{PHOTO}half_of_the_crops_are_mirrored")
+mutant("photograph: upside down", "task", "v2.RandomHorizontalFlip()]", "v2.RandomVerticalFlip()]", f"{PHOTO}half_of_the_crops_are_mirrored")
+FIT = "common.mix(self.seed, self.epoch, index))\n        return"
+mutant("photograph: crop without the seed", "task", FIT, "common.mix(0, self.epoch, index))\n        return", KEYED_CROP)
+mutant("photograph: crop without the epoch", "task", FIT, "common.mix(self.seed, 0, index))\n        return", KEYED_CROP)
+mutant("photograph: crop without the sample", "task", FIT, "common.mix(self.seed, self.epoch, 0))\n        return", KEYED_CROP)
+mutant("photograph: crop by what was drawn before", "task", "        torch.default_generator.manual_seed(common.mix(self.seed", "        (common.mix(self.seed",
+       KEYED_CROP)
+mutant("photograph: 64 pixels are small", "task", "training, size < 64,", "training, size <= 64,", MIDDLE)
+mutant("photograph: 63 pixels are not small", "task", "training, size < 64,", "training, size < 63,",
+       f"{PHOTO}image_of_the_right_size_is_not_touched")
+mutant("small image: without antialiasing", "task", "v2.Resize(self.frame, antialias=True)", "v2.Resize(self.frame, antialias=False)", SMALL)
+mutant("small image: cropped", "task", "v2.Resize(self.frame, antialias=True)",
+       "v2.Compose([v2.Resize(size, antialias=True), v2.CenterCrop(size)])", SMALL)
+mutant("small image: shifted by a quarter", "task", "self.frame[0] // 8)", "self.frame[0] // 4)", SHIFTED)
+mutant("small image: shifted by a tenth", "task", "self.frame[0] // 8)", "self.frame[0] // 10)", SHIFTED)
+mutant("small image: not mirrored", "task", "draws, flip=True)", "draws, flip=False)", SHIFTED)
+mutant("small image: shifted in evaluation", "task", "if self.small and self.training:", "if self.small:", SMALL)
+mutant("small image: by the place in the batch", "task", "np.asarray(indices), 3)\n            images", "np.arange(len(indices)), 3)\n            images",
+       SMALL_KEYED)
+mutant("small image: without the epoch", "task", "common.keyed_uniform(self.seed, self.epoch, np.asarray(indices), 3)\n            images",
+       "common.keyed_uniform(self.seed, 0, np.asarray(indices), 3)\n            images", SMALL_KEYED)
+mutant("small image: without the seed", "task", "common.keyed_uniform(self.seed, self.epoch, np.asarray(indices), 3)\n            images",
+       "common.keyed_uniform(0, self.epoch, np.asarray(indices), 3)\n            images", SMALL_KEYED)
+mutant("images: two of five are mirrored", "task", "draws[:, 2] < 0.5", "draws[:, 2] < 0.4", DRAWS)
+mutant("images: the other half is mirrored", "task", "draws[:, 2] < 0.5", "draws[:, 2] >= 0.5", DRAWS)
+mutant("images: rows for columns", "task", "windows[index, :, rows, columns]", "windows[index, :, columns, rows]", DRAWS)
+mutant("images: never shifted to the end", "task", "(draws[:, :2] * windows.shape[2])", "(draws[:, :2] * (windows.shape[2] - 1))", DRAWS)
+mutant("images: upside down", "task", "images[mirrored, ..., ::-1]", "images[mirrored, ..., ::-1, :]", DRAWS)
+mutant("folders: test before val", "task", '("val", "test") if (root', '("test", "val") if (root', FOLDERS)
+mutant("folders: augmented in evaluation", "task", "training=not i, seed", "training=True, seed", FOLDERS)
+mutant("folders: without the seed", "task", "training=not i, seed=args.seed", "training=not i, seed=0", FOLDERS)
+mutant("folders: --image-size ignored", "task", 'args.image_size or DATASETS["imagefolder"][1]', 'DATASETS["imagefolder"][1]', FOLDERS)
+mutant("folders: one class more", "task", "sum(folder.is_dir() for", "1 + sum(folder.is_dir() for", FOLDERS)
+mutant("arrays: fashion is never mirrored", "task", 'flip = args.dataset != "mnist"', 'flip = args.dataset not in ("mnist", "fashion-mnist")',
+       ARRAYS)
+mutant("arrays: digits are mirrored", "task", 'flip = args.dataset != "mnist"', "flip = True", ARRAYS)
+mutant("arrays: shifted by a quarter", "task", '"shift": images.shape[-1] // 8', '"shift": images.shape[-1] // 4', ARRAYS)
+mutant("arrays: turned", "task", "images.permute(0, 3, 1, 2)", "images.permute(0, 3, 2, 1)", ARRAYS)
+mutant("arrays: augmented in evaluation", "task", '"seed": args.seed} if train else {}', '"seed": args.seed}', ARRAYS)
+mutant("synthetic: --image-size ignored", "task", "args.image_size or size, args.image_size or size)", "size, size)",
+       f"{PHOTO}synthetic_images_cost_nothing_and_have_the_size_that_was_asked_for")
+mutant("normalise: blue for red", "task", "(123.7, 116.3, 103.5), (58.4, 57.1, 57.4)", "(103.5, 116.3, 123.7), (57.4, 57.1, 58.4)", CONSTANTS)
+mutant("normalise: spread of another set", "task", "(63.0, 62.1, 66.7)", "(68.2, 65.4, 70.4)", CONSTANTS)
+mutant("normalise: mean of another set", "task", "(33.3,), (78.6,)", "(72.9,), (78.6,)", CONSTANTS)
+mutant("normalise: another mean of the digits", "task", "(73.3,), (90.2,)", "(78.3,), (90.2,)", CONSTANTS)
+mutant("normalise: divided first", "task", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) / scale - shift,)", NORMALISED)
+mutant("normalise: not divided", "task", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)", NORMALISED)
+mutant("normalise: the first channel's for all", "task", "torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)",
+       "torch.tensor(values[:1], device=device, dtype=dtype).view(-1, 1, 1)", NORMALISED)
+mutant("normalise: constants in float32", "task", "torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)",
+       "torch.tensor(values, device=device).view(-1, 1, 1)", NORMALISED)
+mutant("normalise: in float32", "task", 'std=std, dtype=getattr(torch, args.dtype)))\n    return model', "std=std, dtype=torch.float32))\n    return model",
+       NORMALISED)
+mutant("resnet9: logits twice as large", "task", "self.head(features) * 0.125", "self.head(features) * 0.25",
+       f"{PHOTO}logits_of_resnet9_are_an_eighth_of_its_head")
+
+HALVES = "sync_batchnorm::test_half_precision_is_normalised_by_statistics_in_float32"
+mutant("sync-bn: statistics in half precision", "replicas", "value.to(torch.promote_types(value.dtype, torch.float32))", "value", HALVES)
+mutant("sync-bn: float32 out of half precision", "replicas", "if self.affine else normalised).to(given)", "if self.affine else normalised)", HALVES)
+mutant("sync-bn: squares in half precision", "replicas", "centred.square().sum(dims)", "centred.to(given).square().float().sum(dims)", HALVES)
+mutant("sync-bn: normalised in half precision", "replicas", "normalised = centred *", "normalised = centred.to(given) *", HALVES)
+mutant("sync-bn: count in half precision", "replicas", "value.numel() / value.shape[1], dtype=value.dtype)",
+       "value.numel() / value.shape[1], dtype=given).to(value.dtype)", HALVES)
+mutant("sync-bn: mean in half precision", "replicas", "mean, n = total[:-1] / total[-1],", "mean, n = (total[:-1] / total[-1]).to(given).to(value.dtype),",
+       HALVES)
+mutant("sync-bn: statistics of a layer in half precision", "replicas", "self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)",
+       "self.running_mean.lerp_(mean, factor)", HALVES)
+
+WINS, WINNER = f"{TWO}stronger_signal_wins_whichever_comes_first", f"{TWO}stronger_signal_wins_on_whichever_rank"
+REMEMBER = "self.received = max(self.received, list(SIGNALS).index(number) + 1)"
+mutant("signals: the last one wins", "checkpoint", REMEMBER, "self.received = list(SIGNALS).index(number) + 1", WINS)
+mutant("signals: the first one wins", "checkpoint", REMEMBER, "self.received = self.received or list(SIGNALS).index(number) + 1", WINS)
+mutant("signals: the weaker one wins", "checkpoint", REMEMBER,
+       "self.received = min(self.received or 9, list(SIGNALS).index(number) + 1)", WINS)
+mutant("signals: Ctrl-C is stronger than the system", "options", "signal.SIGINT: 130, signal.SIGTERM: 143}", "signal.SIGTERM: 143, signal.SIGINT: 130}",
+       WINS)
+mutant("signals: SLURM's warning is the strongest", "options", "{signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}",
+       "{signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 0}", WINS)
+mutant("signals: the weaker one of the ranks wins", "checkpoint", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
+mutant("signals: ranks do not wait where they should", "checkpoint", "agreed = self.pending if wait else earlier", "agreed = earlier", WINNER)
+mutant("signals: ranks wait in every step", "checkpoint", "agreed = self.pending if wait else earlier", "agreed = self.pending", WINNER)
+mutant("stop: names another signal", "checkpoint", 'f"stopped by {number.name} {step}"', 'f"stopped by {list(SIGNALS)[0].name} {step}"',
+       f"{TWO}stop_says_what_it_saved_and_ends_with_its_code")
+mutant("stop: what was not saved was saved", "checkpoint", "saved = not broadcast_object(self.refused)", "saved = True",
+       f"{TWO}stop_that_could_not_be_saved_says_so")
+
+ROW, PROCESSES, TURN = f"{SUMS}row_of_one_device", f"{SUMS}row_of_several_processes", f"{SUMS}turns_time_only_the_steps_that_count"
+TABLE, START = f"{SUMS}table_shows_each_row_and_its_share_of_one_device", f"{SUMS}start_up_is_the_median_of_turns"
+mutant("bench: the mean turn", "bench", "{name: median(times) for name, times in row", "{name: mean(times) for name, times in row", ROW)
+mutant("bench: the fastest turn", "bench", "{name: median(times) for name, times in row", "{name: min(times) for name, times in row", ROW)
+mutant("bench: ratios upside down", "bench", "ratios = [bare / script for", "ratios = [script / bare for", ROW)
+mutant("bench: ratio of the medians", "bench", '{"ratio": median(ratios),', '{"ratio": middle["bare"] / middle["script"],', ROW)
+mutant("bench: range upside down", "bench", '"ratio_min": min(ratios), "ratio_max": max(ratios)', '"ratio_min": max(ratios), "ratio_max": min(ratios)',
+       ROW)
+mutant("bench: the smallest process", "bench", 'max(r["peak_mib"] for r in ranks)', 'min(r["peak_mib"] for r in ranks)', PROCESSES)
+mutant("bench: bytes of rank 0", "bench", 'mean(rank["bytes_sent"] for rank in ranks)', 'ranks[0]["bytes_sent"]', PROCESSES)
+mutant("bench: bytes of all ranks", "bench", 'mean(rank["bytes_sent"] for rank in ranks)', 'sum(rank["bytes_sent"] for rank in ranks)', PROCESSES)
+mutant("bench: replicas send", "bench", 'ring_bytes(row["gradient_bytes"], n)', 'ring_bytes(row["gradient_bytes"], devices)', f"{SUMS}row_of_replicas")
+mutant("bench: latency in ms", "bench", "args.latency * 1e-6", "args.latency * 1e-3", ROW)
+mutant("bench: bandwidth in bits", "bench", "args.bandwidth * 1e9", "args.bandwidth * 1e9 / 8", ROW)
+mutant("bench: efficiency of the script", "bench", 'predict(middle["bare"], row["gradient_bytes"], many', 'predict(middle["script"], row["gradient_bytes"], many',
+       ROW)
+mutant("bench: latency is in the bandwidth", "bench", 'middle["many"] - middle["few"]', 'middle["many"]', PROCESSES)
+mutant("bench: latency of one message too many", "bench", 'middle["few"] / (2 * n - 2)', 'middle["few"] / (2 * n)', PROCESSES)
+mutant("bench: predicted from the step with its all-reduce", "bench", 'predict(middle["alone"]', 'predict(middle["bare"]', PROCESSES)
+mutant("bench: predicted by the tree", "bench", '**link)["ring"]', '**link)["tree"]', PROCESSES)
+mutant("bench: the script's step is the measured one", "bench", '"measured": middle["bare"]', '"measured": middle["script"]', PROCESSES)
+mutant("bench: each process has all cores", "bench", "str(max(1, CORES // n))", "str(CORES)", PROCESSES)
+mutant("bench: the turn that warms up counts", "bench", "* (turn > 0)", "* (turn >= 0)", TURN)
+mutant("bench: settling counts", "bench", "if i == SETTLE:", "if i == 0:", TURN)
+mutant("bench: seconds of a window", "bench", "return (time.perf_counter() - start) / steps", "return time.perf_counter() - start", TURN)
+mutant("bench: settling steps in the mean", "bench", "return (time.perf_counter() - start) / steps",
+       "return (time.perf_counter() - start) / (SETTLE + steps)", TURN)
+mutant("bench: bytes of the timed steps only", "bench", '(bytes_sent() - before) / (SETTLE + steps) if', "(bytes_sent() - before) / steps if", TURN)
+mutant("bench: gradient of frozen parameters", "bench", "for p in run.state.net.parameters() if p.requires_grad)", "for p in run.state.net.parameters())",
+       TURN)
+mutant("bench: bare loop sums its losses", "bench", "/ args.batch_size\n    model", "/ 1\n    model",
+       f"{SUMS}bare_loop_makes_the_step_of_the_script[single]")
+mutant("bench: bare loop trains the script's network", "bench", "copy.deepcopy(run.state.net)", "run.state.net",
+       f"{SUMS}bare_loop_makes_the_step_of_the_script[single]")
+mutant("bench: one device is N", "bench", '/ (1 if args.kind == "cpu" else row["devices"])', '/ (1 if args.kind == "cpu" else 1)',
+       f"{SUMS}accelerators_share_nothing")
+mutant("bench: cores are devices", "bench", '/ (1 if args.kind == "cpu" else row["devices"])', '/ row["devices"]', TABLE)
+mutant("bench: scaled by the bare loop", "bench", 'row["script"] / reference', 'row["bare"] / reference', TABLE)
+mutant("bench: start-up once", "bench", "min(3, args.repeats)", "min(1, args.repeats)", TABLE)
+mutant("bench: the fastest start-up", "bench", "return {name: median(times) for name, times in seconds", "return {name: min(times) for name, times in seconds",
+       START)
+mutant("bench: start-up until the first line", "bench", 'if not any("step 1/" in line', 'if not any("" in line', START)
+mutant("bench: start-up in the ranks' world", "bench", 'if name not in own}, "PATH"', '}, "PATH"', START)
+mutant("bench: MiB for MB", "bench", 'row["bytes_formula"] / 1e6,', 'row["bytes_formula"] / 2**20,', TABLE)
+mutant("bench: columns swapped", "bench", 'f"{row[\'bare\']:.0f}", f"{row[\'script\']:.0f}"]', 'f"{row[\'script\']:.0f}", f"{row[\'bare\']:.0f}"]', TABLE)
+mutant("bench: exit code of a failed worker", "bench", 'getattr(error, "exit_code", 1)', "1",
+       f"{SUMS}failing_worker_is_told_by_the_last_line_of_its_log")
+
 # fmt: on
 
 # -------------------------------------------------------------------------------------------------------------------- the program

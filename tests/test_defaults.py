@@ -1,8 +1,15 @@
-"""What a run does if nothing is said, and where the range of each number ends."""
+"""What a run does if nothing is said, what may differ, and the range of each number."""
+
+import os
+import re
+from pathlib import Path
 
 import pytest
+import torch
 from harness import make_args
+from runs import make_run
 
+import checkpoint
 import options
 
 DEFAULTS = {
@@ -58,6 +65,137 @@ def test_defaults():
     assert {name: found[name] for name in DEFAULTS} == DEFAULTS
     assert found.keys() - DEFAULTS.keys() <= {"task", "local_rank"}
 
+
+# ------------------------------------------------------------ what may differ, and where
+
+CHANGED = {  # another value of every option
+    "dataset": "mnist",
+    "data_dir": "/elsewhere",
+    "download": True,
+    "skip_corrupt": True,
+    "balanced": True,
+    "image_size": 32,
+    "workers": 1,
+    "model": "resnet9",
+    "weights": "file.pt",
+    "freeze": ["conv*"],
+    "epochs": 31,
+    "batch_size": 65,
+    "accum_steps": 2,
+    "optimizer": "adamw",
+    "lr": 0.2,
+    "momentum": 0.8,
+    "nesterov": True,
+    "weight_decay": 2e-3,
+    "schedule": "step",
+    "warmup_epochs": 1.0,
+    "step_epochs": [3],
+    "step_gamma": 0.2,
+    "scale_lr": "linear",
+    "clip_grad_norm": 1.0,
+    "label_smoothing": 0.2,
+    "average": "ema",
+    "amp": "bf16",
+    "compile": True,
+    "channels_last": True,
+    "dtype": "float64",
+    "sync_bn": True,
+    "grad_compress": "bf16",
+    "find_unused_parameters": True,
+    "timeout": 60,
+    "seed": 1,
+    "output_dir": "/elsewhere",
+    "resume": "auto",
+    "save_every": 5,
+    "keep_every": 5,
+    "eval_only": True,
+    "log_every": 5,
+    "tensorboard": True,
+    "device": "cpu",
+    "deterministic": True,
+}
+THE_SAME_RUN = {"data_dir", "download", "skip_corrupt", "workers", "weights", "epochs", "compile"}
+THE_SAME_RUN |= {"channels_last", "find_unused_parameters", "timeout", "output_dir", "resume"}
+THE_SAME_RUN |= {"save_every", "keep_every", "eval_only", "log_every", "tensorboard", "device"}
+THE_SAME_RUN |= {"deterministic"}
+ANOTHER_EVALUATION = {"dataset", "image_size", "model", "dtype", "average"}
+ANOTHER_EVALUATION |= {"optimizer", "freeze", "label_smoothing"}
+OF_A_NODE = {"data_dir", "download", "output_dir", "resume", "weights", "workers", "device"}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_may_change_at_resume(name):
+    """An evaluation forbids less: --optimizer and --freeze too, because the state must fit."""
+    assert CHANGED.keys() == DEFAULTS.keys() and CHANGED[name] != DEFAULTS[name]
+    path = Path("run/last.pt")
+
+    def refused(**changes):
+        args = make_args()
+        config = {**vars(args), name: CHANGED[name]}
+        vars(args).update(changes)
+        try:
+            checkpoint.check_config(args, config, path)
+        except options.UsageError as error:
+            option = name.replace("_", "-")
+            told = f"--{option} {DEFAULTS[name]}: {path} was made with {CHANGED[name]}; use that"
+            assert str(error).startswith(told)
+            return True
+        return False
+
+    assert refused() == (name not in THE_SAME_RUN)
+    if name != "eval_only":
+        assert refused(eval_only=True) == (name in ANOTHER_EVALUATION)
+    args, config = make_args(), vars(make_args())
+    del config[name]
+    checkpoint.check_config(args, config, path)  # of a version that did not have the option
+
+
+def test_what_may_differ_between_nodes():
+    known = vars(options.build_parser("spawn").parse_args([]))
+    several = {"task", "local_rank", "node_rank", "dist_url"}
+    assert OF_A_NODE | several == checkpoint.OWN and known.keys() >= checkpoint.OWN
+
+
+def test_checkpoint_lacks_nothing(tmp_path, handlers):
+    """A file without one of its parts, or with another kind of it, is refused by name."""
+    run = make_run(tmp_path)
+    run.save("last.pt")
+    whole = torch.load(run.folder / "last.pt", weights_only=True)
+    names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
+    names += ["epoch", "step", "global_step", "samples"]
+    assert set(names) | {"format", "best"} == whole.keys()
+    path = tmp_path / "changed.pt"
+    for name in names:
+        broken = {key: value for key, value in whole.items() if key != name}
+        for changes in ({}, {name: "text"}, {name: None}, {name: -1}):
+            torch.save({**broken, **changes}, path)
+            with pytest.raises(
+                options.UsageError,
+                match=f"not a checkpoint of this program: {name} missing",
+            ):
+                checkpoint.load_checkpoint(path)
+    torch.save({**whole, "best": "text"}, path)
+    with pytest.raises(options.UsageError, match="best missing or wrong"):
+        checkpoint.load_checkpoint(path)
+    for best in (None, 0.5):
+        torch.save({**whole, "best": best}, path)
+        assert checkpoint.load_checkpoint(path)["best"] == best
+
+
+def test_folder_of_a_run_without_a_name(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    args = make_args("single", "--model", "resnet9")
+    folder = checkpoint.output_folder(args)
+    assert folder.parent == Path("runs")
+    assert re.fullmatch(rf"digits-resnet9-\d{{8}}-\d{{6}}-{os.getpid()}", folder.name)
+    for run_id, unique in (("none", str(os.getpid())), ("job-7", "job-7")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        assert checkpoint.output_folder(args).name.endswith(f"-{unique}")
+    args.output_dir = "here"
+    assert checkpoint.output_folder(args) == Path("here")
+
+
+# ------------------------------------------------------------ ranges
 
 RANGES = {  # the first and the last that are accepted; what is just outside
     "image-size": (["8", "100000"], ["7"]),
