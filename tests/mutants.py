@@ -1111,7 +1111,7 @@ mutant("photograph: cropped without antialiasing", "task", CROP, "v2.RandomResiz
 mutant("photograph: never mirrored", "task", ", v2.RandomHorizontalFlip()]", "]", f"{PHOTO}half_of_the_crops_are_mirrored")
 mutant("photograph: always mirrored", "task", "v2.RandomHorizontalFlip()]", "v2.RandomHorizontalFlip(1.0)]",
        f"{PHOTO}half_of_the_crops_are_mirrored")
-mutant("photograph: upside down", "task", "v2.RandomHorizontalFlip()]", "v2.RandomVerticalFlip()]", f"{PHOTO}half_of_the_crops_are_mirrored")
+mutant("photograph: upside down", "task", "v2.RandomHorizontalFlip()]", "v2.RandomVerticalFlip()]", RECIPE)
 FIT = "common.mix(self.seed, self.epoch, index))\n        return"
 mutant("photograph: crop without the seed", "task", FIT, "common.mix(0, self.epoch, index))\n        return", KEYED_CROP)
 mutant("photograph: crop without the epoch", "task", FIT, "common.mix(self.seed, 0, index))\n        return", KEYED_CROP)

@@ -271,8 +271,8 @@ def test_tie_is_kept_across_a_resume(tmp_path):
 def test_first_metric_that_is_no_loss_decides(names, tmp_path):
     run = make_run(tmp_path, "--epochs", 50)
     values = [
-        {"loss": 1.0, "top1": 0.5, "top5": 0.5},
-        {"loss": 9.0, "top1": 0.75, "top5": 0.0},
+        {"loss": 9.0, "top1": 0.5, "top5": 0.5},
+        {"loss": 1.0, "top1": 0.75, "top5": 0.0},
         {"loss": 0.0, "top1": 0.6, "top5": 1.0},
     ]
     for value in values:
