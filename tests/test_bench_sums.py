@@ -115,7 +115,7 @@ def test_row_of_replicas(monkeypatch, tmp_path):
 
 
 def test_row_of_several_processes(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "CORES", 7)
+    monkeypatch.setattr(bench, "CORES", 9)
     monkeypatch.setattr(bench, "THREADS", None)
     times = {
         **TURNS,
@@ -127,19 +127,20 @@ def test_row_of_several_processes(monkeypatch, tmp_path):
         found(seconds=times, bytes_sent=5e6, peak_mib=250.0),
         found(seconds={name: [9.0] * 3 for name in times}, bytes_sent=6e6, peak_mib=350.0),
         found(seconds={name: [9.0] * 3 for name in times}, bytes_sent=10e6, peak_mib=200.0),
+        found(seconds={name: [9.0] * 3 for name in times}, bytes_sent=7e6, peak_mib=200.0),
     ]
     row = measure(monkeypatch, tmp_path, "ddp", ranks)
-    assert (row["devices"], row["threads"]) == (3, 2), "the cores are divided"
+    assert (row["devices"], row["threads"]) == (4, 2), "the cores are divided"
     assert row["script"] == pytest.approx(160), "rank 0 tells the time"
     assert row["peak_mib"] == 350.0 and row["bytes_sent"] == 7e6, "largest and mean"
-    assert row["bytes_formula"] == pytest.approx(2 * 2 / 3 * 4e6)
+    assert row["bytes_formula"] == pytest.approx(2 * 3 / 4 * 4e6)
     assert "efficiency" not in row
     check = row["check"]
-    bandwidth = 2 * 2 / 3 * 4 * 2**20 / (0.104 - 0.004)
-    assert check["latency"] == pytest.approx(0.004 / 4) and check["bandwidth"] == pytest.approx(
+    bandwidth = 2 * 3 / 4 * 4 * 2**20 / (0.104 - 0.004)
+    assert check["latency"] == pytest.approx(0.004 / 6) and check["bandwidth"] == pytest.approx(
         bandwidth,
     )
-    predicted = 0.15 + 2 * 2 / 3 * 4e6 / bandwidth + 2 * 2 * 0.001
+    predicted = 0.15 + 2 * 3 / 4 * 4e6 / bandwidth + 2 * 3 * (0.004 / 6)
     assert check["predicted"] == pytest.approx(predicted, rel=1e-12) and check["measured"] == 0.2
 
 

@@ -181,6 +181,8 @@ def check_half(dtype):
         assert value.dtype == dtype and value.isfinite().all(), name
         limit = rounding * wanted.abs().max()
         assert (value.float() - wanted).abs().max() <= limit, (name, "output")
+        rounded_twice = (value != wanted.to(dtype)).double().mean()
+        assert rounded_twice < 0.01 or name != "usual", "only the output is rounded"
 
         (wanted * weights.split(sizes)[rank]).sum().backward()
         dist.all_reduce(everything.grad)  # of the other ranks' samples too
