@@ -4,6 +4,8 @@ import functools
 import json
 import math
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -275,6 +277,22 @@ def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
         if name not in positions
     ]
     assert sorted(run.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 5 + 2
+
+
+def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
+    """What was drawn after the checkpoint is drawn again; TensorBoard must forget that alone."""
+    told = []
+    module = types.ModuleType("tensorboard")
+    module.SummaryWriter = lambda folder, **settings: told.append((folder, settings)) or Writer()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    run = make_run(tmp_path, "--tensorboard")
+    run.state.global_step = run.state.step = 3
+    run.save("last.pt")
+    run.file.close()
+    make_run(tmp_path, "--tensorboard", "--resume", "auto").file.close()
+    folder = tmp_path / "run"
+    assert told == [(folder, {"purge_step": None}), (folder, {"purge_step": 4})]
+    assert make_run(tmp_path / "without").writer is None
 
 
 def test_every_mode_logs_the_norm_of_the_whole_gradient_before_clipping(tmp_path):

@@ -149,12 +149,13 @@ def test_crop_is_made_as_torchvision_makes_it(tmp_path):
     from torchvision.transforms import v2
 
     image = noise(300, 400)
-    dataset = task.ImageFiles(write(tmp_path, image), 64, training=True, seed=3)
+    dataset = task.ImageFiles(write(tmp_path, image) * 8, 64, training=True, seed=3)
     dataset.set_epoch(2)
-    seen, _ = dataset[0]
-    torch.manual_seed(common.mix(3, 2, 0))
+    seen, _ = dataset.__getitems__(list(range(8)))
     recipe = v2.Compose([v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip()])
-    assert seen.equal(recipe(image))
+    for index in range(8):
+        torch.manual_seed(common.mix(3, 2, index))
+        assert seen[index].equal(recipe(image))
 
 
 # --------------------------------------------------------------------------------- small images

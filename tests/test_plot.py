@@ -51,3 +51,35 @@ def test_a_folder_without_a_run_is_named(content, words, tmp_path):
     finished = subprocess.run([sys.executable, ROOT / "plot.py", tmp_path], capture_output=True, text=True, cwd=tmp_path)
     assert finished.returncode == 2 and f"{tmp_path / 'metrics.jsonl'}: {words}" in finished.stderr and "Traceback" not in finished.stderr
     assert not (tmp_path / "runs.svg").exists()
+
+
+def test_axes_panels_and_lines(tmp_path):
+    """Losses and norms on a logarithmic axis; no empty panel; each line thinner than the last."""
+    line = {"event": "train", "epoch": 0, "step": 1, "count": 3}
+    line |= {"loss": 2.0, "lr": 0.1, "grad_norm": 3.0, "images_per_s": 100.0, "skipped": 0}
+    lines = [{**line, "global_step": step} for step in (1, 2, 3)]
+    evaluation = {"event": "eval", "epoch": 0, "loss": 1.0, "count": 7}
+    lines += [{**evaluation, "global_step": step} for step in (2, 3)]
+    figure = plot.draw({"a": lines, "b": lines, "c": lines})
+    panels = {axis.get_title(): axis for axis in figure.axes}
+    assert len(figure.axes) == len(panels) == 6, "counts are no curves"
+    figure = plot.draw({name: [*lines, {**line, "global_step": 4, "new": 1.0}] for name in "abc"})
+    panels = {axis.get_title(): axis for axis in figure.axes}
+    assert len(figure.axes) == len(panels) == 7, "two places of three columns stay empty"
+    assert {axis.get_gridspec().ncols for axis in figure.axes} == {3}
+    scales = {title: axis.get_yscale() for title, axis in panels.items()}
+    logarithmic = {title for title, scale in scales.items() if scale == "log"}
+    assert logarithmic == {"loss (train)", "grad_norm (train)", "loss (eval)"}
+    widths = [drawn.get_linewidth() for drawn in panels["lr (train)"].get_lines()]
+    assert widths[0] > widths[1] > widths[2] == 1
+    assert [drawn.get_marker() for drawn in panels["new (train)"].get_lines()] == ["."] * 3
+    assert {drawn.get_marker() for drawn in panels["lr (train)"].get_lines()} <= {"", "None"}
+    assert [list(drawn.get_xdata()) for drawn in panels["loss (eval)"].get_lines()] == [[2, 3]] * 3
+
+
+@pytest.mark.parametrize("name", ["picture.txt", "picture", "no/such.svg"])
+def test_picture_that_cannot_be_written_is_refused(name, tmp_path, capsys):
+    run = write_run(tmp_path / "run", 1.0)
+    with pytest.raises(SystemExit) as left:
+        plot.main([str(run), "--output", str(tmp_path / name)])
+    assert left.value.code == 2 and "must end in .svg, .png or .pdf" in capsys.readouterr().err

@@ -166,3 +166,51 @@ def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
     assert torch.cat([inputs for inputs, _ in micro_batches]).equal(batch[0])
     assert torch.cat([targets["scales"][1] for _, targets in micro_batches]).equal(batch[1]["scales"][1])
     assert all(len(inputs) == len(targets["boxes"]) for inputs, targets in micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size", "largest"),
+    [
+        (1000, 500, 125),
+        (10_000, 500, 128),
+        (57, 30, 8),
+        (64, 30, 8),
+        (65, 30, 9),
+        (100, 5, 5),
+        (1, 9, 1),
+    ],
+)
+def test_evaluation_batches_occupy_eight_ranks_and_hold_128_at_most(length, batch_size, largest):
+    batches = [indices for _, indices in common.ShardSampler(length, batch_size)]
+    assert {len(batch) for batch in batches[:-1]} <= {largest} and len(batches[0]) == largest
+    assert [index for batch in batches for index in batch] == list(range(length))
+
+
+@pytest.mark.parametrize(
+    ("threads", "device", "workers"),
+    [(20, "cpu", 8), (3, "cpu", 3), (8, "cuda", 8)],
+)
+def test_loader_has_a_worker_for_each_core_and_pins(threads, device, workers, monkeypatch):
+    told = []
+
+    class Loader:
+        def __init__(self, *_, **settings):
+            told.append(settings)
+            self._workers = []
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise StopIteration
+
+    monkeypatch.setattr(loading, "DataLoader", Loader)
+    monkeypatch.setattr(loading.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(loading.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    common.build_loader(make_args(), [0, 1], make_sampler(40, 4), torch.device(device))
+    (settings,) = told
+    assert settings["num_workers"] == workers and settings["persistent_workers"]
+    assert settings["pin_memory"] == (device != "cpu")
+    args = make_args("single", "--workers", "5")
+    common.build_loader(args, [0, 1], make_sampler(40, 4), torch.device(device))
+    assert told[1]["num_workers"] == 5

@@ -197,3 +197,31 @@ def test_dropout_seed_of_replica_r_is_that_of_rank_r():
     common.seed_rng(1, 2, 3, rank=2)
     assert torch.initial_seed() == seed + 2
     assert len({(common.seed_rng(*key), torch.initial_seed())[1] for key in [(1, 2, 3), (0, 2, 3), (1, 1, 3), (1, 2, 0)]}) == 4
+
+
+def test_cosine_stays_at_zero_after_its_end_and_a_run_may_be_all_warmup():
+    """The scheduler asks for the step after the last one, or, with fewer --epochs, for later ones."""
+    args = make_args("single", "--epochs", "4", "--warmup-epochs", "1", "--schedule", "cosine")
+    factors = [common.lr_factor(args, step, 10) for step in (39, 40, 41, 55, 80)]
+    assert 0 < factors[0] < 0.01 and factors[1:] == [0.0] * 4
+    args = make_args("single", "--epochs", "2", "--warmup-epochs", "2", "--schedule", "cosine")
+    assert [common.lr_factor(args, step, 10) for step in (0, 9, 19, 20)] == [0.05, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps"),
+    [("0.5", 2), ("0.75", 4), ("0.1", 0), ("0.3", 2), ("1", 5)],
+)
+def test_warmup_is_rounded_to_the_nearest_step(epochs, steps):
+    """Of five steps an epoch; a half goes to the even number."""
+    args = make_args("single", "--warmup-epochs", epochs, "--schedule", "constant")
+    factors = [common.lr_factor(args, step, 5) for step in range(10)]
+    assert factors == [(step + 1) / steps for step in range(steps)] + [1.0] * (10 - steps)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_filters_are_stored_as_asked(wanted):
+    args = make_args("single", "--channels-last" if wanted else "--no-channels-last")
+    net = common.build_net(args, common.load_task(args), torch.device("cpu"))
+    assert net.conv2.weight.is_contiguous(memory_format=torch.channels_last) == wanted
+    assert net.conv2.weight.is_contiguous() != wanted
