@@ -1060,16 +1060,12 @@ mutant("best: does not come along", "checkpoint", '                        save_
        "                        pass\n", f"{SAVES}best_comes_along_to_another_folder")
 mutant("finish: a state that was not saved is success", "checkpoint", "if refused := broadcast_object(self.refused):", "if refused := '':",
        f"{SAVES}run_whose_last_state_was_not_saved_is_no_success")
-mutant("stop: within the last evaluation", "checkpoint", "if stop and state.epoch < self.args.epochs:", "if stop:",
-       f"{SAVES}stop_within_an_evaluation_comes_after_it")
 mutant("stop: not after an evaluation", "checkpoint", "if stop and state.epoch < self.args.epochs:", "if False:",
        f"{SAVES}stop_within_an_evaluation_comes_after_it")
 EVALUATED = f"{SAVES}eval_only_names_the_epoch_whose_weights_it_sees"
 mutant("eval-only: the epoch after", "checkpoint", "epoch = self.state.epoch - after_epoch", "epoch = self.state.epoch", EVALUATED)
 mutant("eval-only: the epoch before the first", "checkpoint", "self.state.step == 0 < self.state.epoch", "self.state.step == 0", EVALUATED)
 mutant("eval-only: the epoch before that of a step", "checkpoint", "self.state.step == 0 < self.state.epoch", "0 < self.state.epoch", EVALUATED)
-mutant("eval-only: writes into the log of a run", "checkpoint", "if args.eval_only and log.exists() and log.stat().st_size:", "if False:",
-       f"{SAVES}eval_only_leaves_the_folder_of_a_run_as_it_is")
 
 DRIFTED = f"{DRIFT}drift_of_any_parameter_on_any_rank_is_named"
 SUMMED = "for p in net.parameters()])\n    extremes"
@@ -1083,8 +1079,6 @@ mutant("drift: the last names", "common", "', '.join(different[:5])}; does every
 mutant("drift: whole numbers of rank 0 stay there", "common", "    for buffer in net.buffers():\n        dist.broadcast",
        "    for buffer in filter(torch.is_floating_point, net.buffers()):\n        dist.broadcast", DRIFTED)
 mutant("drift: buffers of rank 1", "common", "dist.broadcast(buffer, src=0)", "dist.broadcast(buffer, src=1)", DRIFTED)
-for mode in ("ddp", "spawn"):
-    mutant(f"{mode}: drift is not looked for", f"train_{mode}", SYNC, "", f"{DRIFT}drift_ends_the_epoch_in_which_it_happened[last-{mode}]")
 
 MIDDLE = f"{PHOTO}evaluation_resizes_the_shorter_side_and_takes_the_middle"
 RECIPE, SMALL = f"{PHOTO}crop_is_made_as_torchvision_makes_it", f"{PHOTO}small_images_fill_the_frame"
@@ -1190,7 +1184,6 @@ mutant("signals: Ctrl-C is stronger than the system", "options", "signal.SIGINT:
 mutant("signals: SLURM's warning is the strongest", "options", "{signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}",
        "{signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 0}", WINS)
 mutant("signals: the weaker one of the ranks wins", "checkpoint", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
-mutant("signals: ranks do not wait where they should", "checkpoint", "agreed = self.pending if wait else earlier", "agreed = earlier", WINNER)
 mutant("signals: ranks wait in every step", "checkpoint", "agreed = self.pending if wait else earlier", "agreed = self.pending", WINNER)
 mutant("stop: names another signal", "checkpoint", 'f"stopped by {number.name} {step}"', 'f"stopped by {list(SIGNALS)[0].name} {step}"',
        f"{TWO}stop_says_what_it_saved_and_ends_with_its_code")
