@@ -1,15 +1,20 @@
 """What a run does if nothing is said, what may differ, and the range of each number."""
 
+import json
 import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import make_args
+from harness import TASKS, make_args
 from runs import make_run
 
 import checkpoint
+import common
+import launch
 import options
 
 DEFAULTS = {
@@ -237,3 +242,132 @@ def test_devices_of_a_cpu_are_two(mode, option):
     for wrong in ("0", "65"):  # 65 devices cannot share a batch of 64
         with pytest.raises(options.UsageError):
             make_args(mode, *argv, f"--{option}", wrong)
+
+
+# ------------------------------------------------------------ constants that no option sets
+
+
+def test_settings_of_powersgd():
+    told = []
+    model = SimpleNamespace(register_comm_hook=lambda state, hook: told.append(state))
+    args, scaler = make_args("ddp", "--grad-compress", "powersgd"), SimpleNamespace(in_a_row=0)
+    common.compress_gradients(args, model, scaler)
+    (state,) = told
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (4, 10)
+
+
+def test_port_of_several_nodes():
+    argv = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "node0"]
+    assert options.parse_nodes(argv)[0].master_port == 29500
+    nodes, rest = options.parse_nodes([*argv, "--master-port", "7", "--lr", "1"])
+    assert (nodes.master_port, rest) == (7, ["--lr", "1"])
+    nodes, rest = options.parse_nodes(["--seed", "2"])
+    assert (nodes.nnodes, nodes.node_rank, rest) == (1, None, ["--seed", "2"])
+
+
+def test_build_says_how_many_tensors_are_frozen(capsys):
+    args = make_args("single", "--freeze", "conv1.*", "head.bias")
+    common.build_net(args, common.load_task(args), torch.device("cpu"))
+    assert capsys.readouterr().out == "frozen: 3 of 8 parameter tensors\n"
+    args = make_args()
+    common.build_net(args, common.load_task(args), torch.device("cpu"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_torchrun_is_told(several, monkeypatch, handlers):
+    """--timeout in whole seconds, not fewer; restarts on one machine only."""
+    from torch.distributed import run
+
+    told = []
+    for name in ("LAUNCH_END_FILE", "LAUNCH_PID", "LAUNCH_MEETING_FILE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(run, "main", told.append)
+    monkeypatch.setattr(sys, "argv", ["train_ddp.py"])
+    nodes = SimpleNamespace(nnodes=2 if several else 1, node_rank=1)
+    nodes.master_addr, nodes.master_port = "node0", 7
+    assert launch.torchrun(3, ["--lr", "1"], nodes, 30.5) == 0
+    (argv,) = told
+    assert argv[-5:] == ["--nproc-per-node", "3", "train_ddp.py", "--lr", "1"]
+    pairs = dict(zip(argv[:-5:2], argv[1:-5:2]))
+    del pairs["--log-dir"]
+    if several:
+        wanted = {"--nnodes": "2", "--node-rank": "1", "--master-addr": "node0"}
+        wanted |= {"--master-port": "7", "--rdzv-conf": "timeout=31", "--max-restarts": "0"}
+        assert pairs == wanted
+    else:
+        assert pairs.pop("--rdzv-id") and pairs.pop("--rdzv-endpoint")
+        wanted = {"--rdzv-backend": "c10d", "--rdzv-conf": "store_type=file"}
+        assert pairs == {**wanted, "--max-restarts": "3"}
+
+
+@pytest.mark.parametrize("name", ["loss", "count", "event", "epoch", "global_step", 5])
+def test_names_that_the_log_uses_itself_are_no_metrics(name):
+    args = make_args()
+    task = SimpleNamespace(**vars(common.load_task(args)))
+    net = task.build_model(args).eval()
+    dataset = task.build_datasets(args)[1]
+    options.check_samples(args, task, net, dataset, "evaluation", "cpu")
+    task.per_sample_metrics = lambda outputs, targets: {"top1": targets * 1.0, name: targets * 1.0}
+    with pytest.raises(options.UsageError, match=f"the log does not use itself, got {name!r}"):
+        options.check_samples(args, task, net, dataset, "evaluation", "cpu")
+
+
+def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "task.py").write_text("from small import *\n")
+    (tmp_path / "small.py").write_text((TASKS / "small.py").read_text())
+    sys.path.remove(str(TASKS))
+    monkeypatch.delitem(sys.modules, "small", raising=False)
+    common.load_task(make_args("single", "--task", str(tmp_path / "task.py")))
+    assert sys.modules["small"].__file__ == str(tmp_path / "small.py")
+    assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
+    monkeypatch.delitem(sys.modules, "small")
+
+
+def test_optimizer_of_an_accelerator_goes_on_here(tmp_path, handlers):
+    run = make_run(tmp_path)
+    before = [group["fused"] for group in run.state.optimizer.param_groups]
+    run.save("last.pt")
+    run.file.close()
+    saved = torch.load(run.folder / "last.pt", weights_only=True)
+    for group in saved["optimizer"]["param_groups"]:
+        group["fused"] = True
+    torch.save(saved, run.folder / "last.pt")
+    run = make_run(tmp_path, "--resume", "auto")
+    assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [False]
+
+
+def test_five_names_are_enough(tmp_path, handlers, capsys):
+    net = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(4)))
+    run = make_run(tmp_path, net=net)
+    for parameter in net.parameters():
+        parameter.data.fill_(float("nan"))
+    run.save("last.pt")
+    five = "0.weight, 0.bias, 1.weight, 1.bias, 2.weight"
+    assert capsys.readouterr().err.rstrip().endswith(f"non-finite values in {five}")
+
+
+def test_options_of_a_loss_and_of_a_metric_are_filled_in(tmp_path):
+    (tmp_path / "task.py").write_text(
+        "def build_datasets(args): pass\ndef build_model(args): pass\n"
+        "def per_sample_loss(o, t, *, label_smoothing, lr=5): return o, t, label_smoothing, lr\n"
+        "def per_sample_metrics(o, t, *, seed, epochs): return o, t, seed, epochs\n"
+    )
+    path = str(tmp_path / "task.py")
+    args = make_args("single", "--task", path, "--seed", "7", "--label-smoothing", "0.25")
+    task = common.load_task(args)
+    assert task.per_sample_loss("o", "t") == ("o", "t", 0.25, 0.1), "and no default counts"
+    assert task.per_sample_metrics("o", "t") == ("o", "t", 7, 30)
+
+
+def test_earliest_failure_is_the_cause(tmp_path, monkeypatch):
+    """Files are in the order of their ranks; what failed first was written first."""
+    for rank, (message, written) in enumerate([("late", 30), ("first", 10), ("later", 20)]):
+        path = tmp_path / "attempt_0" / str(rank) / "error.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"message": {"message": message}}))
+        os.utime(path, (written, written))
+    error_file = tmp_path / "attempt_1" / "0" / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    assert launch.earlier_failure() == "first"

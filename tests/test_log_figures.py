@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness import in_group, single_run, train
 from pitfalls import BASE
 from runs import Clock, make_run, make_step, start_epoch
+from torch import nn
 
 import checkpoint
 
@@ -293,6 +294,56 @@ def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypa
     folder = tmp_path / "run"
     assert told == [(folder, {"purge_step": None}), (folder, {"purge_step": 4})]
     assert make_run(tmp_path / "without").writer is None
+
+
+class Brightness(nn.Module):
+    """Takes an image of value i for one of class i."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, images):
+        values = images.flatten(1).double().mean(1, keepdim=True)
+        return -self.weight * (values - torch.arange(32)).abs()
+
+
+def test_tensorboard_is_shown_the_first_sixteen_and_what_they_are_taken_for(tmp_path):
+    run = make_run(tmp_path, net=Brightness())
+    run.writer = Writer()
+    run.writer.add_images = lambda *told: shown.append(told)
+    run.writer.add_text = lambda *told: shown.append(told)
+    shown, images = [], torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).repeat(1, 1, 4, 4)
+    run.shown = images, torch.arange(20) + 1
+    run.state.step, run.state.global_step = 6, 6
+    run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    (title, seen, step), (name, text, where) = shown
+    assert seen.equal(images[:16]) and step == where == 6 and title != name
+    assert text == ", ".join(f"{i} ({i + 1})" for i in range(16))
+
+
+@pytest.mark.parametrize("damage", ["torn", "foreign"])
+def test_log_stays_whole_lines_after_a_resume(damage, tmp_path):
+    """Its last line may have lost its end, and a line may hold letters of more than one byte."""
+    run = make_run(tmp_path, "--log-every", 1)
+    start_epoch(run)
+    for losses in LOSSES[:3]:
+        make_step(run, losses)
+    run.save("last.pt")
+    run.file.close()
+    path = run.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    if damage == "torn":
+        path.write_text("\n".join(lines))
+        kept = lines[:-1]
+    else:
+        kept = [lines[0].replace('"loss"', '"préc": 1, "loss"'), *lines[1:]]
+        path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    run = make_run(tmp_path, "--log-every", 1, "--resume", "auto")
+    start_epoch(run)
+    make_step(run, LOSSES[3])
+    *before, last = path.read_text(encoding="utf-8").splitlines()
+    assert before == kept and json.loads(last)["global_step"] == 4
 
 
 def test_every_mode_logs_the_norm_of_the_whole_gradient_before_clipping(tmp_path):

@@ -1,6 +1,7 @@
 """What becomes of an image: its pixels in evaluation, its crop in training, and its numbers."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -395,3 +396,33 @@ def test_constants_of_one_precision_are_not_those_of_another():
         assert found.dtype == dtype
         rounding = torch.finfo(dtype).eps
         assert math.isclose(found[0, 0, 0, 0].item(), 199.9 / 0.3, rel_tol=4 * rounding)
+
+
+def test_fewer_than_five_classes_are_all_among_the_best_five():
+    outputs, targets = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]]), torch.tensor([1, 2])
+    metrics = task.per_sample_metrics(outputs, targets)
+    assert {name: values.tolist() for name, values in metrics.items()} == {
+        "top1": [1, 0],
+        "top5": [1, 1],
+    }
+
+
+@pytest.mark.parametrize("weights", [None, "default"])
+def test_models_of_torchvision_have_one_output_and_the_classes_of_the_data(weights, monkeypatch):
+    from torchvision import models
+
+    told = []
+
+    def get_model(name, **settings):
+        told.append((name, settings))
+        return nn.Linear(1, 1)
+
+    state = SimpleNamespace(get_state_dict=lambda check_hash: nn.Linear(1, 1).state_dict())
+    monkeypatch.setattr(models, "get_model", get_model)
+    monkeypatch.setattr(models, "get_model_weights", lambda name: SimpleNamespace(DEFAULT=state))
+    argv = ["--weights", weights] if weights else []
+    for name in ("resnet18", "googlenet", "inception_v3"):
+        task.build_model(make_args("single", "--dataset", "synthetic", "--model", name, *argv))
+    plain = {"weights": None, "num_classes": 1000}
+    one = {**plain, "aux_logits": False, "init_weights": True, "transform_input": bool(weights)}
+    assert told == [("resnet18", plain), ("googlenet", one), ("inception_v3", one)]

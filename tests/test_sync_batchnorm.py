@@ -246,3 +246,9 @@ def check_amps():
 
 def test_autocast_gives_what_one_device_gives():
     in_group(2, check_amps)
+
+
+def test_accelerators_have_torchs_own():
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm1d(2)))
+    converted = convert_sync_batchnorm(model, torch.device("cuda"))
+    assert [type(converted[0]), type(converted[1][0])] == [nn.SyncBatchNorm] * 2
