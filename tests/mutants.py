@@ -1238,6 +1238,339 @@ mutant("bench: columns swapped", "bench", 'f"{row[\'bare\']:.0f}", f"{row[\'scri
 mutant("bench: exit code of a failed worker", "bench", 'getattr(error, "exit_code", 1)', "1",
        f"{SUMS}failing_worker_is_told_by_the_last_line_of_its_log")
 
+# ------------------------------------------------------------------------------ defaults, constants, messages
+
+mutant("warm-up: cut down", "common",
+       "round(args.warmup_epochs * steps_per_epoch)",
+       "int(args.warmup_epochs * steps_per_epoch)",
+       "training_math::test_warmup_is_rounded_to_the_nearest_step")
+mutant("cosine: rises again after the end", "common",
+       "min(1.0, (step - warmup) / max(1, last - warmup))",
+       "(step - warmup) / max(1, last - warmup)",
+       "training_math::test_cosine_stays_at_zero_after_its_end_and_a_run_may_be_all_warmup")
+mutant("cosine: nothing but warm-up divides by zero", "common",
+       "(step - warmup) / max(1, last - warmup)",
+       "(step - warmup) / (last - warmup)",
+       "training_math::test_cosine_stays_at_zero_after_its_end_and_a_run_may_be_all_warmup")
+mutant("scaler: another first scale", "common",
+       "2.0**16",
+       "2.0**10",
+       "training_math::test_scaler_skips_and_counts_non_finite_gradients_at_every_precision", "training_math::test_scaler_returns_the_norm_of_the_true_gradient")
+mutant("powersgd: another rank", "common",
+       "matrix_approximation_rank=4",
+       "matrix_approximation_rank=1",
+       "defaults::test_settings_of_powersgd")
+mutant("powersgd: compresses from the first step", "common",
+       "start_powerSGD_iter=10",
+       "start_powerSGD_iter=2",
+       "defaults::test_settings_of_powersgd")
+mutant("channels last: ignored", "common",
+       "torch.channels_last if args.channels_last else torch.contiguous_format",
+       "torch.contiguous_format",
+       "training_math::test_filters_are_stored_as_asked")
+mutant("channels last: always", "common",
+       "torch.channels_last if args.channels_last else torch.contiguous_format",
+       "torch.channels_last",
+       "training_math::test_filters_are_stored_as_asked")
+mutant("freeze: all may be frozen", "common",
+       "if frozen == len(parameters):",
+       "if False:",
+       "cli::test_bad_input_is_refused_by_name")
+mutant("freeze: says how many are left", "common",
+       'print0(f"frozen: {frozen} of',
+       'print0(f"frozen: {len(list(net.parameters())) - frozen} of',
+       "defaults::test_build_says_how_many_tensors_are_frozen")
+mutant("weights: number of the file's tensors", "common",
+       'print0(f"weights: {len(fitting)} of',
+       'print0(f"weights: {len(given)} of',
+       "data_and_models::test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: extra ones not named", "common",
+       "if extra := [name for name in given if name not in own]:",
+       "if extra := []:",
+       "data_and_models::test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("meter: sums of another world to rank 1", "common",
+       "sum(of) * (rank == 0)",
+       "sum(of) * (rank == world_size - 1 > 0)",
+       "training_math::test_sums_of_ranks_go_back_to_the_ranks", "training_math::test_meter_goes_on_from_its_sums")
+mutant("seed_rng: numpy draws on", "loading",
+       "    np.random.seed(bits % 2**32)\n    if acc",
+       "    if acc",
+       "odd_tasks::test_seeds_of_an_evaluation_are_no_seeds_of_training", "odd_tasks::test_evaluation_repeats_what_it_draws")
+mutant("evaluation: seed of the first step", "loading",
+       "seed_rng(seed, -1, i",
+       "seed_rng(seed, 0, i",
+       "odd_tasks::test_seeds_of_an_evaluation_are_no_seeds_of_training", "odd_tasks::test_evaluation_repeats_what_it_draws")
+mutant("evaluation: larger batches", "loading",
+       "min(batch_size, 128, math.ceil(length / 8))",
+       "min(batch_size, 256, math.ceil(length / 8))",
+       "sampling::test_evaluation_batches_occupy_eight_ranks_and_hold_128_at_most")
+mutant("evaluation: a quarter in a batch", "loading",
+       "math.ceil(length / 8)",
+       "math.ceil(length / 4)",
+       "sampling::test_evaluation_batches_occupy_eight_ranks_and_hold_128_at_most")
+mutant("evaluation: an eighth, rounded down", "loading",
+       "math.ceil(length / 8)",
+       "max(1, length // 8)",
+       "sampling::test_evaluation_batches_occupy_eight_ranks_and_hold_128_at_most")
+mutant("loader: sixteen workers", "loading",
+       "min(8, torch.get_num_threads())",
+       "min(16, torch.get_num_threads())",
+       "sampling::test_loader_has_a_worker_for_each_core_and_pins")
+mutant("loader: one worker", "loading",
+       "min(8, torch.get_num_threads())",
+       "1",
+       "sampling::test_loader_has_a_worker_for_each_core_and_pins")
+mutant("loader: what fits the pipe", "loading",
+       "FITS_THE_PIPE = 2**14",
+       "FITS_THE_PIPE = 2**17",
+       "data_and_models::test_small_tensors_of_a_worker_come_by_value")
+mutant("loader: nothing is pinned", "loading",
+       "pin_memory=pin,",
+       "pin_memory=False,",
+       "sampling::test_loader_has_a_worker_for_each_core_and_pins")
+mutant("data: --skip-corrupt stops at the last", "loading",
+       "(*range(first, len(self.dataset)), *range(first))",
+       "range(first, len(self.dataset))",
+       "endings::test_broken_sample_is_named_or_replaced_alike_everywhere")
+mutant("tensorboard: resumed without purging", "checkpoint",
+       'purge_step=checkpoint["global_step"] + 1 if checkpoint else None',
+       "purge_step=None",
+       "log_figures::test_tensorboard_goes_on_after_the_step_of_the_checkpoint")
+mutant("tensorboard: purges its last step", "checkpoint",
+       'purge_step=checkpoint["global_step"] + 1 if',
+       'purge_step=checkpoint["global_step"] if',
+       "log_figures::test_tensorboard_goes_on_after_the_step_of_the_checkpoint")
+mutant("tensorboard: 32 images", "checkpoint",
+       "tensor[:16]",
+       "tensor[:32]",
+       "log_figures::test_tensorboard_is_shown_the_first_sixteen_and_what_they_are_taken_for")
+mutant("tensorboard: worst guesses", "checkpoint",
+       "outputs.argmax(1).tolist()",
+       "outputs.argmin(1).tolist()",
+       "log_figures::test_tensorboard_is_shown_the_first_sixteen_and_what_they_are_taken_for")
+mutant("log: the line of the checkpoint's own step is cut off", "checkpoint",
+       'step <= checkpoint["global_step"]',
+       'step < checkpoint["global_step"]',
+       "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+mutant("log: a torn last line is kept", "checkpoint",
+       'if not done or not line.endswith("\\n"):',
+       "if not done:",
+       "log_figures::test_log_stays_whole_lines_after_a_resume")
+mutant("log: length in characters", "checkpoint",
+       "kept += len(line.encode())",
+       "kept += len(line)",
+       "log_figures::test_log_stays_whole_lines_after_a_resume")
+mutant("save: the last names of what is not finite", "checkpoint",
+       "non_finite(checkpoint, self.state.by_design)[:5]",
+       "non_finite(checkpoint, self.state.by_design)[-5:]",
+       "defaults::test_five_names_are_enough")
+mutant("resume: fused of the other device", "checkpoint",
+       'group["fused"] = now["fused"]',
+       "pass",
+       "defaults::test_optimizer_of_an_accelerator_goes_on_here")
+mutant("nodes: port 29501", "options",
+       "nodes.master_port or 29500",
+       "nodes.master_port or 29501",
+       "defaults::test_port_of_several_nodes")
+mutant("slurm: one port for all jobs", "options",
+       '20_000 + int(slurm["JOB_ID"]) % 10_000',
+       "20_000",
+       "pitfalls_29_42::test_pitfall_40_ranks_from_slurm", "pitfalls_29_42::test_pitfall_40_address_from_slurm")
+mutant("task: its folder goes first", "options",
+       "sys.path.append(folder)",
+       "sys.path.insert(0, folder)",
+       "defaults::test_neighbours_of_a_task_replace_nothing")
+mutant("check: one sample", "options",
+       "n = min(2, len(dataset))",
+       "n = 1",
+       "cli::test_bad_input_is_refused_by_name")
+mutant("check: a metric named count", "options",
+       'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
+       'RESERVED = {"loss", "event", "epoch", "global_step"}',
+       "defaults::test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a metric named loss", "options",
+       'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
+       'RESERVED = {"count", "event", "epoch", "global_step"}',
+       "defaults::test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a read-only folder", "options",
+       "os.access(folder, os.W_OK | os.X_OK)",
+       "True",
+       "cli::test_bad_input_is_refused_by_name")
+mutant("options: metrics without their options", "options",
+       "    for name in names[2:]:\n",
+       "    for name in names[2:3]:\n",
+       "defaults::test_options_of_a_loss_and_of_a_metric_are_filled_in")
+mutant("launch: no restarts on one machine", "launch",
+       '"--max-restarts", "3"]\n        start',
+       '"--max-restarts", "0"]\n        start',
+       "defaults::test_what_torchrun_is_told")
+mutant("launch: --timeout cut down", "launch",
+       "timeout={math.ceil(timeout)}",
+       "timeout={int(timeout) - 1}",
+       "defaults::test_what_torchrun_is_told")
+mutant("launch: the last failure is the cause", "launch",
+       "_line(causes[0])",
+       "_line(causes[-1])",
+       "defaults::test_earliest_failure_is_the_cause")
+mutant("plot: counts are drawn", "plot",
+       'COUNTS = {"event", "epoch", "step", "global_step", "count"}',
+       'COUNTS = {"event", "epoch", "step", "global_step"}',
+       "plot::test_axes_panels_and_lines")
+mutant("plot: four columns", "plot",
+       "columns = min(3, len(panels))",
+       "columns = min(4, len(panels))",
+       "plot::test_axes_panels_and_lines")
+mutant("plot: all lines of one width", "plot",
+       "width = 1 + 5 *",
+       "width = 1 + 0 *",
+       "plot::test_axes_panels_and_lines")
+mutant("plot: a single point is not seen", "plot",
+       'marker="." if len(points) < 3 else ""',
+       'marker=""',
+       "plot::test_axes_panels_and_lines")
+mutant("plot: events mixed", "plot",
+       'if line["event"] == event and line.get(name) is not None]',
+       "if line.get(name) is not None]",
+       "plot::test_axes_panels_and_lines")
+mutant("plot: empty panels stay", "plot",
+       "        axis.remove()\n",
+       "        pass\n",
+       "plot::test_axes_panels_and_lines")
+mutant("plot: any suffix", "plot",
+       'args.output.suffix not in (".svg", ".png", ".pdf") or',
+       "",
+       "plot::test_picture_that_cannot_be_written_is_refused")
+mutant("sync-bn: converted on accelerators too", "replicas",
+       'if device.type != "cpu":\n        return nn.Sync',
+       "if False:\n        return nn.Sync",
+       "sync_batchnorm::test_accelerators_have_torchs_own")
+mutant("task: top-3 as top5", "task",
+       "outputs.topk(min(5, outputs.shape[1]), dim=1)",
+       "outputs.topk(min(3, outputs.shape[1]), dim=1)",
+       "survivors::test_metrics_of_the_default_task")
+mutant("task: fewer than five classes", "task",
+       "outputs.topk(min(5, outputs.shape[1]), dim=1)",
+       "outputs.topk(5, dim=1)",
+       "photographs::test_fewer_than_five_classes_are_all_among_the_best_five")
+mutant("task: note for photographs too", "task",
+       "(args.image_size or size) < 64",
+       "(args.image_size or size) < 640",
+       "data_and_models::test_small_images_are_told_of_a_coarse_stem")
+mutant("task: googlenet with two outputs", "task",
+       '"aux_logits": False,',
+       '"aux_logits": True,',
+       "photographs::test_models_of_torchvision_have_one_output_and_the_classes_of_the_data")
+mutant("task: digits not stretched", "task",
+       ".unsqueeze(1) * 15",
+       ".unsqueeze(1) * 16",
+       "photographs::test_constants_of_every_data_set", "survivors::test_default_task_augments_by_the_seed_and_only_in_training")
+mutant("task: digits not shifted", "task",
+       "shift=1, seed=args.seed",
+       "shift=0, seed=args.seed",
+       "photographs::test_digits_are_shifted_by_one_pixel_in_training")
+mutant("plot: loss on a linear axis", "plot", '"log" if name in LOGARITHMIC and positive else "linear"', '"linear"',
+       "plot::test_axes_panels_and_lines")
+mutant("default: --epochs", "options",
+       '"--epochs", type=positive, default=30',
+       '"--epochs", type=positive, default=20',
+       "defaults::test_defaults")
+mutant("default: --batch-size", "options",
+       '"--batch-size", type=positive, default=64',
+       '"--batch-size", type=positive, default=32',
+       "defaults::test_defaults")
+mutant("default: --lr", "options",
+       '"--lr", type=number(float, 0), default=0.1',
+       '"--lr", type=number(float, 0), default=0.01',
+       "defaults::test_defaults")
+mutant("default: --momentum", "options",
+       "type=fraction, default=0.9",
+       "type=fraction, default=0.95",
+       "defaults::test_defaults")
+mutant("default: --weight-decay", "options",
+       'default=1e-3, metavar="X", help="on every',
+       'default=1e-4, metavar="X", help="on every',
+       "defaults::test_defaults")
+mutant("default: --log-every", "options",
+       'default=50, metavar="STEPS"',
+       'default=10, metavar="STEPS"',
+       "defaults::test_defaults")
+mutant("default: --timeout", "options",
+       'default=600, metavar="SECONDS"',
+       'default=1800, metavar="SECONDS"',
+       "defaults::test_defaults")
+mutant("default: --schedule", "options",
+       '"cyclic"], default="cosine"',
+       '"cyclic"], default="constant"',
+       "defaults::test_defaults")
+mutant("default: --label-smoothing", "options",
+       'type=fraction, default=0.1, metavar="X", help="probability',
+       'type=fraction, default=0.0, metavar="X", help="probability',
+       "defaults::test_defaults")
+mutant("range: --seed", "options",
+       "number(int, 0, 2**63 - 1)",
+       "number(int, 0, 2**63)",
+       "defaults::test_ranges[seed]")
+mutant("range: --image-size", "options",
+       "number(int, 8)",
+       "number(int, 1)",
+       "defaults::test_ranges[image-size]")
+mutant("range: ends are left out", "options",
+       "if not low <= value <= high",
+       "if not low < value <= high",
+       "defaults::test_ranges")
+mutant("range: the last is left out", "options",
+       "if not low <= value <= high",
+       "if not low <= value < high",
+       "defaults::test_ranges")
+mutant("resume: --deterministic is another run", "checkpoint",
+       'HARMLESS |= {"channels_last", "deterministic",',
+       'HARMLESS |= {"channels_last",',
+       "defaults::test_what_may_change_at_resume[deterministic]")
+mutant("resume: --tensorboard is another run", "checkpoint",
+       'HARMLESS |= {"tensorboard", "device",',
+       'HARMLESS |= {"device",',
+       "defaults::test_what_may_change_at_resume[tensorboard]")
+mutant("resume: --amp is harmless", "checkpoint",
+       'HARMLESS |= {"tensorboard", "device",',
+       'HARMLESS |= {"amp", "tensorboard", "device",',
+       "defaults::test_what_may_change_at_resume[amp]")
+mutant("resume: --grad-compress is harmless", "checkpoint",
+       'HARMLESS |= {"tensorboard", "device",',
+       'HARMLESS |= {"grad_compress", "tensorboard", "device",',
+       "defaults::test_what_may_change_at_resume[grad_compress]")
+mutant("eval-only: in another precision", "checkpoint",
+       '"task", "dtype", "average",',
+       '"task", "average",',
+       "defaults::test_what_may_change_at_resume[dtype]")
+mutant("eval-only: with another smoothing", "checkpoint",
+       ', "freeze", "label_smoothing"}',
+       ', "freeze"}',
+       "defaults::test_what_may_change_at_resume[label_smoothing]")
+mutant("nodes: workers are compared", "checkpoint",
+       '"task", "workers", "device", "local_rank", "node_rank", "dist_url"}',
+       '"task", "device", "local_rank", "node_rank", "dist_url"}',
+       "defaults::test_what_may_differ_between_nodes")
+mutant("load: samples not looked at", "checkpoint",
+       '"global_step", "samples"), int)',
+       '"global_step"), int)',
+       "defaults::test_checkpoint_lacks_nothing")
+mutant("load: log not looked at", "checkpoint",
+       '"average", "log", "config"), dict)',
+       '"average", "config"), dict)',
+       "defaults::test_checkpoint_lacks_nothing")
+mutant("load: best of any kind", "checkpoint",
+       '"best": (float, type(None))}',
+       '"best": object}',
+       "defaults::test_checkpoint_lacks_nothing")
+mutant("folder: without the process", "checkpoint",
+       "{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+       "{time.strftime('%Y%m%d-%H%M%S')}",
+       "defaults::test_folder_of_a_run_without_a_name")
+mutant("folder: without the model", "checkpoint",
+       'f"runs/{args.dataset}-{args.model}-{unique}"',
+       'f"runs/{args.dataset}-{unique}"',
+       "defaults::test_folder_of_a_run_without_a_name")
+
 # fmt: on
 
 # -------------------------------------------------------------------------------------------------------------------- the program

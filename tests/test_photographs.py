@@ -426,3 +426,16 @@ def test_models_of_torchvision_have_one_output_and_the_classes_of_the_data(weigh
     plain = {"weights": None, "num_classes": 1000}
     one = {**plain, "aux_logits": False, "init_weights": True, "transform_input": bool(weights)}
     assert told == [("resnet18", plain), ("googlenet", one), ("inception_v3", one)]
+
+
+def test_digits_are_shifted_by_one_pixel_in_training():
+    train_set, _ = task.build_datasets(make_args())
+    with np.load(common.Path(task.__file__).with_name("data") / "digits.npz") as file:
+        stored = torch.from_numpy(file["images"][:300]).unsqueeze(1) * 15
+    padded, seen = F.pad(stored, (1,) * 4), train_set.__getitems__(list(range(300)))[0]
+    shares = []
+    for y in range(3):
+        for x in range(3):
+            same = padded[:, :, y : y + 8, x : x + 8] == seen
+            shares.append(same.flatten(1).all(1).double().mean().item())
+    assert 1 <= sum(shares) < 1.01 and min(shares) > 0.05, "each of nine places, and no mirroring"
