@@ -131,7 +131,7 @@ def bare_step(mode: str, run: checkpoint.Run, inputs: Any, targets: Any) -> Call
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        losses = model(inputs, targets)["loss"] if mode == "dp" else task.per_sample_loss(model(inputs), targets)
+        losses = model(inputs, targets) if mode == "dp" else task.per_sample_loss(model(inputs), targets)
         (losses.sum() * factor).backward()
         optimizer.step()
 

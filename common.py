@@ -135,9 +135,9 @@ def sync_buffers(net: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = torch.stack([p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in net.parameters()])
-    extremes = torch.cat([sums, -sums])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and minus the smallest
-    largest, smallest = extremes[: len(sums)].tolist(), (-extremes[len(sums) :]).tolist()
+    extremes = torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest
+    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()
     if different := [name for (name, _), a, b in zip(net.named_parameters(), largest, smallest) if a != b]:
         raise RuntimeError(f"parameters differ between ranks: {', '.join(different[:5])}; does every forward go through the DDP wrapper?")
 

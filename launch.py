@@ -104,8 +104,9 @@ def exit_code(main: Callable[[], int | None]) -> int:
         lost = LOST_CONNECTION.search(str(error))
         if lost and end and Path(end).exists():
             _leave(1)  # in silence: the lost rank has said why
-        if mp.parent_process() or not ("TORCHELASTIC_RUN_ID" in os.environ or is_distributed()):
-            raise
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if mp.parent_process() or (lost if by_torchrun else not is_distributed()):
+            raise  # under torchrun, a rank that lost another one takes its time: torchrun blames the first to end
         traceback.print_exc()
         _leave(1)  # before the ranks that it leaves alone: torchrun blames the first to end
 
