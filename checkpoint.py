@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +40,7 @@ from common import (
     became_non_finite,
     broadcast_object,
     earlier_failure,
-    in_main_thread,
+    handle_signals,
     is_distributed,
     is_rank0,
     map_tensors,
@@ -49,7 +50,7 @@ from common import (
     to_device,
     wait_for_all,
 )
-from options import build_parser, end_with_parent, restarted
+from options import build_parser, end_with_parent, restarted, undo_at_end
 
 FORMAT = 1  # of a checkpoint; raised when its keys change
 # Options that may differ when a run is resumed, because the run they describe is the same one.
@@ -79,7 +80,7 @@ class State:
 
     def __post_init__(self) -> None:
         tensors = {name: tensor for name, tensor in self.net.state_dict().items() if isinstance(tensor, Tensor)}
-        self.by_design = {name: tensor.clone() for name, tensor in tensors.items() if became_non_finite(tensor, None)}
+        self.by_design = {name: tensor.cpu().clone() for name, tensor in tensors.items() if became_non_finite(tensor, None)}
 
     def averaged(self) -> nn.Module:
         """Return the network to evaluate: the average if one is kept."""
@@ -225,7 +226,8 @@ def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Pa
     ended = checkpoint["step"] in (0, checkpoint["samples"] // args.batch_size)  # the weights are those of the end of an epoch
     done = checkpoint["epoch"] + (ended and checkpoint["step"] > 0)
     wanted, found = swa_epochs(args.epochs, done), int(checkpoint["average"]["n_averaged"])
-    if wanted not in (found, 0) and not (wanted == 1 and ended):
+    comes = done < args.epochs or checkpoint["step"] > 0  # an evaluation, which such an average would need
+    if wanted not in (found, 0) and not (wanted == 1 and ended and comes):
         before, enough = checkpoint["config"].get("epochs"), math.ceil(4 * done / 3)
         problem = f"--average swa would begin in epoch {done - wanted + 1}, but {path} holds the average of {found} of {done} epochs"
         raise UsageError(f"--epochs {args.epochs}: {problem}; use --epochs {before}, or at least {enough}")
@@ -271,8 +273,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received, self.pending = 0, None
-        for number in SIGNALS if in_main_thread() else ():
-            signal.signal(number, self._remember)
+        handle_signals(self._remember)
         if is_distributed():
             end_with_parent(signal.SIGTERM)  # without a launcher a rank still saves
 
@@ -334,11 +335,12 @@ class Run:
         before = last.exists() and last.stat().st_mtime_ns
         path, checkpoint = find_checkpoint(args, self.sampler.length)  # before anything is written
         self.folder.mkdir(parents=True, exist_ok=True)
-        log = self.folder / "metrics.jsonl"
-        if args.eval_only and log.exists() and log.stat().st_size:  # the log of a run, which an evaluation must not change
+        if args.eval_only and any(self.folder.glob("*.pt")):  # of a run, whose log an evaluation must not change
             self.file = open(os.devnull, "w")  # noqa: SIM115
             return checkpoint
-        self.file = open(log, "a+", errors="replace")  # noqa: SIM115 (open, and locked, as long as the run)
+        self.file = open(self.folder / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115 (open, and locked, as long as the run)
+        log = weakref.ref(self.file)  # an exception that a notebook keeps would keep the file open, and locked
+        undo_at_end(lambda: log() and log().close())
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -346,11 +348,11 @@ class Run:
         if before != (last.exists() and last.stat().st_mtime_ns):  # of a run that ended while this one was starting
             path, checkpoint = find_checkpoint(args, self.sampler.length)
         if not args.eval_only:  # leave nothing that is later than the checkpoint, which another start of the run would go on from
+            if checkpoint and checkpoint["best"] is not None and not self._has_best(path, checkpoint["best"]):
+                checkpoint["best"] = None  # the next evaluation writes best.pt
             if checkpoint and path.resolve() != last.resolve():  # which may also be damaged
                 save_checkpoint(checkpoint, last)
             self.file.truncate(self._kept_bytes(checkpoint))
-            if checkpoint and checkpoint["best"] is not None and not self._has_best(path, checkpoint["best"]):
-                checkpoint["best"] = None  # the next evaluation writes best.pt
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -364,11 +366,10 @@ class Run:
         It is not after an earlier checkpoint was chosen: then it is of a later epoch, and its score is not that of the checkpoint.
         """
         for name in (self.folder / "best.pt", path.with_name("best.pt")):
-            with contextlib.suppress(UsageError):  # no such file, or a damaged one
-                found = load_checkpoint(name)
-                if found["best"] == best:
+            with contextlib.suppress(Exception):  # no such file, or a damaged one, which raises almost anything
+                if torch.load(name, map_location="cpu", weights_only=True, mmap=True)["best"] == best:  # reads no tensor
                     if name.parent != self.folder:
-                        save_checkpoint(found, self.folder / "best.pt")
+                        save_checkpoint(load_checkpoint(name), self.folder / "best.pt")
                     return True
         return False
 
@@ -450,7 +451,7 @@ class Run:
     def _stop(self, number: signal.Signals) -> NoReturn:
         saved = not broadcast_object(self.refused)
         step = f"after saving step {self.state.global_step}" if saved else f"at step {self.state.global_step}, which was not saved"
-        raise Stopped(SIGNALS[number], f"stopped by {number.name} {step}")
+        raise Stopped(SIGNALS[number] or int(not saved), f"stopped by {number.name} {step}")
 
     def _log_train(self, lr: float, grad_norm: Tensor) -> None:
         state, means, skipped = self.state, self.meter.mean(), int(self.state.scaler.skipped.item())
@@ -522,10 +523,11 @@ class Run:
 
     def finish(self) -> int:
         """Call it on every rank when all is done; return the exit code."""
+        refused = broadcast_object(self.refused)
         wait_for_all()
         if self.writer:
             self.writer.close()
-        if refused := broadcast_object(self.refused):
+        if refused:
             raise Stopped(1, f"the run is done, but its last state was not saved: non-finite values in {refused}")
         return announce_end(0, "")
 

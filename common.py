@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import fnmatch
+import functools
 import math
 import os
 import types
@@ -32,7 +33,7 @@ from launch import (
     backend,
     earlier_failure,
     exit_code,
-    in_main_thread,
+    handle_signals,
     is_distributed,
     is_rank0,
     join,
@@ -54,16 +55,17 @@ from loading import (
     map_tensors,
     mix,
     seed_evaluation,
+    seed_generators,
     seed_rng,
     split_batch,
     to_device,
 )
-from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type
+from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type, set_variable, undo_at_end
 
 __all__ = ["SIGNALS", "GlobalBatchSampler", "ShardSampler", "Stopped", "announce_end", "backend", "build_loader", "check_run"]
-__all__ += ["earlier_failure", "exit_code", "in_main_thread", "is_rank0", "join", "keyed_uniform", "launcher_ranks"]
+__all__ += ["earlier_failure", "exit_code", "handle_signals", "is_rank0", "join", "keyed_uniform", "launcher_ranks"]
 __all__ += ["leaves_no_trace", "load_task", "map_tensors", "meeting_place", "meeting_point", "mix", "parse_args", "run_worker"]
-__all__ += ["seed_evaluation", "split_batch", "timeout", "wait_for_all"]
+__all__ += ["seed_evaluation", "seed_generators", "split_batch", "timeout", "wait_for_all"]
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -73,16 +75,21 @@ MAX_SKIPPED_IN_A_ROW = 10
 def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
     """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics and threads."""
     device_type = resolve_device_type(args.device)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
+    if args.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
+        set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
+    strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    undo_at_end(functools.partial(torch.use_deterministic_algorithms, strict, warn_only=warn))
+    undo_at_end(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     torch.use_deterministic_algorithms(args.deterministic)
     torch.backends.cudnn.benchmark = not args.deterministic
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
         cores, processes = len(os.sched_getaffinity(0)), getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        undo_at_end(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)))
     if device_type == "cpu":
         keep_freed_memory()
         return torch.device("cpu")
+    undo_at_end(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest" if args.deterministic else "high")  # high allows TF32 in float32 products
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each of its tasks one device alone
     torch.accelerator.set_device_index(index)
@@ -485,25 +492,30 @@ def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
         sync_buffers(model)
 
 
-class EmaModel(AveragedModel):
-    """The exponential average of the parameters and of BatchNorm's statistics. Every other buffer is a copy of the network's.
+class WeightAverage(AveragedModel):
+    """The average of the parameters, and with a decay of BatchNorm's statistics. Every other buffer is a copy of the network's.
 
-    `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN, and a large integer be rounded.
+    `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN, and a large integer be rounded. Without a
+    decay it is the mean, and BatchNorm's statistics are estimated anew: see update_bn.
     """
 
-    DECAY = 0.99
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__(net, multi_avg_fn=get_ema_multi_avg_fn(self.DECAY))
-        norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    def __init__(self, net: nn.Module, decay: float | None) -> None:
+        super().__init__(net, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
+        self.decay = decay
+        norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and decay is not None]
         self.statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+        self.infinite = [i for i, parameter in enumerate(self.module.parameters()) if became_non_finite(parameter, None)]
 
+    @torch.no_grad()
     def update_parameters(self, net: nn.Module) -> None:
         started, before = int(self.n_averaged) > 0, [buffer.clone() for buffer in self.statistics]
         super().update_parameters(net)  # copies every buffer
         if started and before:
-            torch._foreach_lerp_(before, self.statistics, 1 - self.DECAY)
+            torch._foreach_lerp_(before, self.statistics, 1 - self.decay)
             torch._foreach_copy_(self.statistics, before)
+        averages, parameters = list(self.module.parameters()), list(net.parameters())
+        for i in self.infinite:  # by design: the mean of two infinities would be NaN
+            averages[i].copy_(torch.where(parameters[i].isfinite(), averages[i], parameters[i]))
 
 
 def swa_epochs(epochs: int, done: int) -> int:
@@ -515,4 +527,4 @@ def build_average(args: argparse.Namespace, net: nn.Module) -> AveragedModel | N
     """The average of the weights that `--average` names, updated after every step (ema) or every epoch of the last quarter (swa)."""
     if args.average == "none":
         return NoAverage()
-    return EmaModel(net) if args.average == "ema" else AveragedModel(net)
+    return WeightAverage(net, 0.99 if args.average == "ema" else None)

@@ -15,6 +15,7 @@ import json
 import math
 import multiprocessing.resource_tracker
 import os
+import random
 import re
 import shutil
 import signal
@@ -35,11 +36,12 @@ from urllib.parse import urlsplit
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args, parse_nodes
+from options import SIGNALS, Stopped, UsageError, check_run, end_with_parent, parse_args, parse_nodes, set_variable, undo_all, undo_at_end
 
 AGAIN = "start all of them again with --resume auto"
 ADVICE = "is every node started, each with its own --node-rank, all with the address and port of the first, and no firewall between them?"
@@ -58,34 +60,27 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     """Decorate a script's `main`: a notebook, a service or a thread can call it, and finds its own process afterwards as it was before."""
 
     @functools.wraps(main)
-    def wrapper(*arguments: Any) -> int:
+    def wrapper(*arguments: Any, **named_arguments: Any) -> int:
         if _ends_with_the_run:
-            return main(*arguments)
-        handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        mask, environment, threads = signal.pthread_sigmask(signal.SIG_BLOCK, ()), dict(os.environ), torch.get_num_threads()
-        deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-        precision = torch.get_float32_matmul_precision()
+            return main(*arguments, **named_arguments)
+        mask, draws, numpy_draws = signal.pthread_sigmask(signal.SIG_BLOCK, ()), random.getstate(), np.random.get_state()
         try:
-            with warnings.catch_warnings():
-                return main(*arguments)
+            with warnings.catch_warnings(), torch.random.fork_rng():
+                return main(*arguments, **named_arguments)
         finally:
-            for number in handlers if in_main_thread() else ():
-                signal.signal(number, handlers[number])
+            undo_all()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for name in os.environ.keys() - environment.keys():
-                del os.environ[name]
-            os.environ.update(environment)
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
-            torch.backends.cudnn.benchmark = benchmark
-            torch.set_float32_matmul_precision(precision)
+            random.setstate(draws)
+            np.random.set_state(numpy_draws)
 
     return wrapper
 
 
-def in_main_thread() -> bool:
-    """Return whether this is the thread that may set, and answers, signals."""
-    return threading.current_thread() is threading.main_thread()
+def handle_signals(handler: Callable[[int, Any], None]) -> None:
+    """Let `handler` answer the signals that stop a run, if this is the thread that may decide it: the main one."""
+    for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        before = signal.signal(number, handler)
+        undo_at_end(signal.signal, number, signal.SIG_DFL if before is None else before)  # None: set by a library in C
 
 
 def exit_code(main: Callable[[], int | None]) -> int:
@@ -294,7 +289,8 @@ def meeting_point() -> str:
 def stay_on_this_machine() -> None:
     """Let ranks that are all here talk over the loopback, which nobody else can reach."""
     for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        name = f"{library}_SOCKET_IFNAME"
+        set_variable(name, os.environ.get(name, "lo"))
 
 
 def use_interface_to(host: str) -> None:
@@ -308,7 +304,7 @@ def use_interface_to(host: str) -> None:
             with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR in man 7 netdevice
                 if socket.inet_ntoa(answer[20:24]) == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    set_variable("GLOO_SOCKET_IFNAME", name)
 
 
 def run_worker(local_rank: int, worker: Callable, args: argparse.Namespace, *arguments: Any) -> None:
@@ -335,8 +331,7 @@ def join(context: mp.ProcessContext) -> int:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    for number in SIGNALS if in_main_thread() else ():
-        signal.signal(number, hand_on)
+    handle_signals(hand_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     first = 0
     try:

@@ -51,11 +51,16 @@ def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
     As `torch.manual_seed` does, which on a machine without accelerator takes a stack trace each time for one that may still come.
     """
     bits = mix(seed, step, micro_batch) % 2**63 + rank
+    seed_generators(bits)
+    if accelerator := _accelerator():
+        accelerator.manual_seed(bits)
+
+
+def seed_generators(bits: int) -> None:
+    """Seed the generators that torch, Python and numpy have on the CPU."""
     torch.default_generator.manual_seed(bits)
     random.seed(bits)
     np.random.seed(bits % 2**32)
-    if accelerator := _accelerator():
-        accelerator.manual_seed(bits)
 
 
 def seed_evaluation(seed: int, i: int) -> None:
@@ -129,14 +134,14 @@ class GlobalBatchSampler(Sampler):
 class ShardSampler(Sampler):
     """The evaluation set in batches, of which this rank takes every world_size-th: all ranks together see every sample exactly once.
 
-    Yields (0, indices). The batches are the same at every world size, and nothing is padded. A batch has at most `batch_size` samples, at
-    most 128 (one rank holds all of it, however few samples it trains on), and at most an eighth of the set, to occupy eight ranks.
+    Yields (0, indices). The batches are the same at every world size, and nothing is padded. One rank holds all of a batch, which has at
+    most `batch_size` samples and at most an eighth of the set, to occupy eight ranks.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         if length == 0:
             raise UsageError("the evaluation set is empty")
-        self.length, self.batch_size = length, min(batch_size, 128, math.ceil(length / 8))
+        self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
         self.starts = range(0, length, self.batch_size)[rank::world_size]
 
     def __len__(self) -> int:
@@ -157,12 +162,17 @@ def datasets_with_epochs(dataset: Any) -> list[Any]:
         seen.add(id(one))
         if hasattr(one, "set_epoch"):
             found.append(one)
-        for value in getattr(one, "__dict__", {}).values():
-            values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            like_dataset = values and hasattr(values[0], "__getitem__") and hasattr(values[0], "__dict__")
-            if like_dataset and not isinstance(values[0], Tensor):
-                waiting += values
+        waiting += _like_datasets(list(getattr(one, "__dict__", {}).values()))
     return found
+
+
+def _like_datasets(values: Any, most: int = 100) -> list[Any]:
+    """Return what may be a data set among `values`, and in lists, tuples and dictionaries there; a longer one holds samples."""
+    if isinstance(values, (list, tuple, dict)):
+        inner = values.values() if isinstance(values, dict) else values
+        return [one for value in inner for one in _like_datasets(value)] if len(values) <= most else []
+    like = hasattr(values, "__getitem__") and hasattr(values, "__dict__") and not isinstance(values, (Tensor, type))
+    return [values] if like else []
 
 
 class KeyedDataset(Dataset):
@@ -175,13 +185,18 @@ class KeyedDataset(Dataset):
 
     def __init__(self, dataset: Dataset, args: argparse.Namespace) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, args.seed, args.skip_corrupt
-        self.whole_batches = hasattr(dataset, "set_epoch") and hasattr(dataset, "__getitems__")
+        kind = type(dataset)  # an instance may only pass such names on to what it wraps
+        self.whole_batches = hasattr(kind, "set_epoch") and hasattr(kind, "__getitems__")
         self.with_epochs = datasets_with_epochs(dataset)
 
     def __getitems__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
         for dataset in self.with_epochs:
-            dataset.set_epoch(epoch)
+            if getattr(dataset, "_epoch_told", None) != epoch:
+                seed_generators(mix(self.seed, epoch))
+                dataset.set_epoch(epoch)
+                with contextlib.suppress(AttributeError):  # of a class with __slots__
+                    dataset._epoch_told = epoch
         if not self.whole_batches:
             return default_collate([self._first_readable(functools.partial(self._sample, epoch), index)[1] for index in indices])
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import inspect
 import io
@@ -43,6 +44,33 @@ class Stopped(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code, reason)
         self.code, self.reason = code, reason
+
+
+_undo: list[Callable[[], Any]] = []  # how to put back what a run has changed in its process
+
+
+def undo_at_end(function: Callable, *arguments: Any) -> None:
+    """Have `function(*arguments)` put back, after the run, what the caller is about to change; only if the process outlives the run."""
+    _undo.append(functools.partial(function, *arguments))
+
+
+def undo_all() -> None:
+    """Put everything back, the last change first."""
+    while _undo:
+        _undo.pop()()
+
+
+def set_variable(name: str, value: str | None) -> None:
+    """Set an environment variable, or remove it."""
+    undo_at_end(_put_variable, name, os.environ.get(name))
+    _put_variable(name, value)
+
+
+def _put_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -133,6 +161,9 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--accum-steps", type=positive, default=1, metavar="N", help="micro-batches of a step; each is cut among the devices"
     )
+    group.add_argument(
+        "--eval-batch-size", type=positive, metavar="N", help="samples in an evaluation forward (default: a micro-batch, at most 128)"
+    )
     group.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd", help="update rule")
     group.add_argument("--lr", type=number(float, 0), default=0.1, metavar="X", help="peak learning rate")
     group.add_argument("--momentum", type=fraction, default=0.9, metavar="X", help="of sgd; the first beta of adamw")
@@ -214,7 +245,7 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     world_size = int(os.environ.get("WORLD_SIZE", 1)) if launched else world_size or 1
     if not launched:
         for name in ("RANK", "LOCAL_RANK"):
-            os.environ.pop(name, None)  # of some other launcher: here it would silence what is the only, or first, rank
+            set_variable(name, None)  # of some other launcher: here it would silence what is the only, or first, rank
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if option := {"dp": "replicas", "spawn": "nproc"}.get(mode):
@@ -229,6 +260,8 @@ def parse_args(mode: str, argv: list[str] | None = None, world_size: int | None 
     if args.batch_size < world_size * args.accum_steps:
         pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
         raise UsageError(f"--batch-size {args.batch_size} cannot be cut into {pieces}; it must be at least {world_size * args.accum_steps}")
+    if args.eval_batch_size is None:
+        args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
     if args.amp != "off" and args.dtype == "float64":
         raise UsageError(f"--amp {args.amp} computes in half precision and --dtype float64 in double; use --amp off or --dtype float32")
     if args.schedule == "step" and not args.step_epochs:
@@ -475,7 +508,7 @@ def _check_run(args: argparse.Namespace, device_type: str) -> None:
         train, held_out = task.build_datasets(args)
         lengths = len(train), len(held_out)
     GlobalBatchSampler(args, train)  # the samplers know what they need
-    ShardSampler(lengths[1], args.batch_size)
+    ShardSampler(lengths[1], args.eval_batch_size)
     quiet = contextlib.redirect_stdout(io.StringIO())  # what is right is said by the run
     asked = " with --weights default" * (args.weights == "default")
     with quiet, named(where := f"--task {args.task}: build_model{asked}", args.task):
@@ -512,12 +545,16 @@ def _check_run(args: argparse.Namespace, device_type: str) -> None:
 def check_samples(
     args: argparse.Namespace, task: types.SimpleNamespace, net: nn.Module, dataset: Dataset, name: str, device_type: str
 ) -> None:
-    """Send the first two samples, and the last one, through all of the task, on the CPU; they are fetched as a run fetches them."""
+    """Send the first two samples, and the last ones, through all of the task, on the CPU; they are fetched as a run fetches them."""
+    from common import ShardSampler
+
     n = min(2, len(dataset))
     metrics = check_batch(args, task, net, dataset, list(range(n)), f"the first {n} samples of the {name} set", device_type)
     if net.training:  # BatchNorm cannot train on one sample
         return
-    others = check_batch(args, task, net, dataset, [len(dataset) - 1], f"the last sample of the {name} set", device_type)
+    length, batch_size = len(dataset), ShardSampler(len(dataset), args.eval_batch_size).batch_size
+    last = min(n, length % batch_size or batch_size)  # as many as the last batch has, at most two
+    others = check_batch(args, task, net, dataset, list(range(length - last, length)), f"the end of the {name} set", device_type)
     if only := ", ".join(sorted(set(metrics) ^ set(others))):
         where = f"--task {args.task}: per_sample_metrics"
         raise UsageError(f"{where} must return the same names for every batch; only some batches have {only}")

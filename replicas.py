@@ -66,7 +66,7 @@ class DataParallel(nn.DataParallel):
             return super().parallel_apply(replicas, inputs, kwargs)
         outputs = []
         for r, (buffers, piece) in enumerate(zip(replicas, inputs)):
-            torch.default_generator.manual_seed(seed + r)
+            common.seed_generators(seed + r)
             outputs.append(functional_call(self.module, buffers, piece))
         return outputs
 

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
     train_set, val_set = task.build_datasets(args)
     train_sampler = common.GlobalBatchSampler(args, train_set, rank, world_size)  # a piece
-    val_sampler = common.ShardSampler(len(val_set), args.batch_size // args.accum_steps, rank, world_size)  # unpadded
+    val_sampler = common.ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # unpadded
     train_loader = common.build_loader(args, train_set, train_sampler, device)
     val_loader = common.build_loader(args, val_set, val_sampler, device)
 

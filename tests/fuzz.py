@@ -187,6 +187,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--epochs": always("2", "3"),
     "--batch-size": lambda rng, trial: [str(rng.randint(6, 13))],
     "--accum-steps": sometimes(0.35, "2", "3"),
+    "--eval-batch-size": sometimes(0.2, "1", "3", "100"),
     "--optimizer": sometimes(0.4, "adamw", "sgd"),
     "--lr": draw_lr,
     "--momentum": sometimes(0.3, "0", "0.5", "0.8"),

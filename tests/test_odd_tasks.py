@@ -87,6 +87,17 @@ def test_ranks_of_a_run_that_could_not_be_saved_end_alike(tmp_path):
     assert [code for code, _, _ in run_processes(targets, tmp_path)] == [1, 1]
 
 
+def stop_with_usr1(rank):
+    from pitfalls import after_step
+
+    after_step(4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def test_warning_of_slurm_ends_with_1_if_the_run_could_not_be_saved(tmp_path):
+    result = train("single", 1, *ODD, "--model", "ruined", folder=tmp_path, patch=stop_with_usr1)
+    assert result.code == 1 and "stopped by SIGUSR1 at step 4, which was not saved" in result.err
+
+
 def test_became_non_finite_compares_place_by_place():
     nan, inf = torch.nan, torch.inf
     before = torch.tensor([nan, inf, -inf, 1.0])
@@ -126,6 +137,20 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
     assert module[1].num_batches_tracked.equal(net[1].num_batches_tracked)
 
 
+@pytest.mark.parametrize("average", ["ema", "swa"])
+def test_average_of_parameters_that_are_infinite_by_design(average):
+    net = nn.Linear(2, 2).double()
+    net.mask = nn.Parameter(torch.full((2, 2), -torch.inf).double().triu(1), requires_grad=False)
+    average, seen = common.build_average(Namespace(average=average), net), []
+    for step in range(4):
+        net.weight.data.fill_(step)
+        net.mask.data[0, 0] = step
+        average.update_parameters(net)
+        seen.append(average.module.weight[0, 0].item())
+        assert average.module.mask[0, 1] == -torch.inf and average.module.mask[0, 0] == seen[-1]
+    assert 0 < seen[-1] < 3
+
+
 # ------------------------------------------------------------------------------------------- SWA and another number of epochs
 
 
@@ -156,6 +181,11 @@ def test_swa_refuses_epochs_whose_average_is_lost(tmp_path):
     assert refused.code == 2
     assert "--epochs 14: --average swa would begin in epoch 11, but" in refused.err
     assert "holds the average of 3 of 12 epochs; use --epochs 12, or at least 16" in refused.err
+    ended = train("single", 1, *argv, "--epochs", "4", folder=tmp_path / "four").checkpoint()
+    args = make_args("single", *argv, "--epochs", "4")
+    checkpoint.check_average(args, ended, tmp_path / "last.pt")
+    with pytest.raises(options.UsageError, match="use --epochs 4, or at least 6"):  # no evaluation of such an average would come
+        checkpoint.check_average(args, {**ended, "average": {"n_averaged": 0}}, tmp_path / "last.pt")
     for enough in ("13", "16"):
         args = make_args("single", *argv, "--epochs", enough)
         checkpoint.check_average(args, result.checkpoint(), result.folder / "last.pt")
@@ -208,6 +238,57 @@ def test_wrapped_data_set_trains_like_the_plain_one(kind, tmp_path):
     assert [line["loss"] for line in wrapped.train_lines()] == pytest.approx(losses, rel=1e-10)
 
 
+class Shuffled(torch.utils.data.Dataset):
+    """Draws an order of its own for each epoch."""
+
+    def __init__(self):
+        self.told = []
+
+    def __len__(self):
+        return 12
+
+    def set_epoch(self, epoch):
+        import numpy as np
+
+        self.order = np.random.permutation(12)
+        self.told.append(epoch)
+
+    def __getitem__(self, index):
+        return torch.tensor(int(self.order[index])), torch.tensor(0)
+
+
+def test_set_epoch_is_called_once_an_epoch_and_seeded():
+    drawn = []
+    for seed in (0, 0, 1):
+        inner = Shuffled()
+        outer = torch.utils.data.Subset(inner, range(12))
+        for epoch in (0, 1):
+            batches = [fetched(outer, epoch, list(range(start, start + 4)), seed).tolist() for start in (0, 4, 8)]
+            drawn.append([index for batch in batches for index in batch])
+            assert sorted(drawn[-1]) == list(range(12))
+        assert inner.told == [0, 1]
+    assert drawn[:2] == drawn[2:4] and len({tuple(order) for order in drawn}) == 4
+
+
+def test_wrapper_that_passes_names_on_is_asked_itself():
+    class Passing(torch.utils.data.Dataset):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return self.inner[index + 10]
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["inner"], name)
+
+    images = torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8)
+    plain = task.ImagesInMemory(images, torch.arange(20))
+    assert loading.KeyedDataset(Passing(plain), Namespace(seed=0, skip_corrupt=False)).__getitems__((0, [0, 1]))[1].tolist() == [10, 11]
+
+
 def test_data_sets_with_epochs_finds_each_once_and_ends():
     class Circle(torch.utils.data.Dataset):
         def __init__(self):
@@ -215,7 +296,8 @@ def test_data_sets_with_epochs_finds_each_once_and_ends():
 
     inner = task.ImagesInMemory(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2))
     outer = Circle()
-    outer.both = [inner, inner]
+    outer.both = [None, ("named", inner), inner]
+    outer.kind, outer.many = type(inner), [inner] * 1000
     assert loading.datasets_with_epochs(outer) == [inner]
     assert loading.datasets_with_epochs(inner) == [inner]
     assert loading.datasets_with_epochs([1, 2, 3]) == []
@@ -297,11 +379,21 @@ def test_signal_in_the_last_evaluation_lets_the_run_end_well(tmp_path, monkeypat
 def test_evaluation_batches_are_the_same_at_every_world_size():
     for length, batch_size in itertools.product((1, 7, 8, 9, 57, 1000, 5000), (1, 3, 64, 500)):
         whole = [indices for _, indices in common.ShardSampler(length, batch_size)]
-        assert max(map(len, whole)) <= min(batch_size, 128, math.ceil(length / 8))
+        assert max(map(len, whole)) <= min(batch_size, math.ceil(length / 8))
         for world_size in range(1, 6):
             shards = [[i for _, i in common.ShardSampler(length, batch_size, r, world_size)] for r in range(world_size)]
             joined = [shards[b % world_size][b // world_size] for b in range(len(whole))]
             assert joined == whole and sum(map(len, shards)) == len(whole)
+
+
+def test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said():
+    for argv, size in (
+        (["--batch-size", "60"], 60),
+        (["--batch-size", "60", "--accum-steps", "4"], 15),
+        (["--batch-size", "512"], 128),
+        (["--batch-size", "60", "--eval-batch-size", "300"], 300),
+    ):
+        assert make_args("single", *argv).eval_batch_size == size
 
 
 def test_seeds_of_an_evaluation_are_no_seeds_of_training():
@@ -346,6 +438,19 @@ def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     assert [event.step for event in events.Scalars("eval/loss")] == [6, 12, 18]
     elsewhere = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path / "elsewhere")
     assert [line["loss"] for line in elsewhere.eval_lines()] == [loss]
+    last = result.folder / "last.pt"
+    second = train("single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "elsewhere")
+    assert [line["epoch"] for line in second.eval_lines()] == [0, 2], "a folder of evaluations gets each of them"
+
+
+def test_eval_only_leaves_an_empty_log_of_a_run_empty(tmp_path):
+    argv = (*ODD, "--model", "conv", "--log-every", "100")
+    from pitfalls import stop_after
+
+    stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 4))
+    assert stopped.code == 143 and not stopped.lines
+    looked = train("single", 1, *argv, "--eval-only", "--resume", stopped.folder / "last.pt", folder=tmp_path)
+    assert looked.code == 0 and not looked.lines and "eval  loss" in looked.out
 
 
 def test_resume_in_another_folder_takes_best_along(tmp_path):
@@ -375,6 +480,26 @@ def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
     went_on = train("single", 1, *argv, "--resume", early, folder=tmp_path / "c")
     assert went_on.checkpoint("best.pt")["epoch"] == straight.checkpoint("best.pt")["epoch"]
     assert went_on.checkpoint()["best"] == straight.checkpoint()["best"]
+
+
+def fail_at_last(rank):
+    """The disk is full when last.pt is written to the new folder."""
+    save = checkpoint.save_checkpoint
+
+    def failing(saved, path):
+        if path.name == "last.pt":
+            raise OSError(f"{path} could not be written")
+        save(saved, path)
+
+    checkpoint.save_checkpoint = failing
+
+
+def test_best_is_in_the_new_folder_before_last(tmp_path):
+    """Or a kill in between would let the run go on without it."""
+    argv = (*ODD, "--model", "constant", "--epochs", "1")
+    first = train("single", 1, *argv, folder=tmp_path / "a")
+    second = train("single", 1, *argv, "--epochs", "2", "--resume", first.folder / "last.pt", folder=tmp_path / "b", patch=fail_at_last)
+    assert second.code != 0 and [path.name for path in second.folder.glob("*.pt")] == ["best.pt"]
 
 
 def ruin_one_save(rank):
@@ -506,11 +631,15 @@ def test_cyclic_schedule_has_no_cliff():
 
 def surroundings():
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    numerics = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
+    numerics = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
     return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ()), dict(os.environ), torch.get_num_threads(), numerics
 
 
 def call_main_again_and_again(folder):
+    import random
+
+    import numpy as np
+
     import train_single
     import train_spawn
 
@@ -519,14 +648,16 @@ def call_main_again_and_again(folder):
     os.environ.pop("OMP_NUM_THREADS", None)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     before = surroundings()
     argv = [*ODD, "--model", "conv", "--epochs", "1", "--deterministic"]
-    ends = []
+    ends, draws = [], []
 
     def call(name):
+        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
         ends.append(train_single.main([*argv, "--output-dir", f"{folder}/single{name}"]))
         assert surroundings()[2:] == before[2:]
-        ends.append(train_spawn.main([*argv, "--nproc", "2", "--output-dir", f"{folder}/spawn{name}"]))
+        ends.append(train_spawn.main(argv=[*argv, "--nproc", "2", "--output-dir", f"{folder}/spawn{name}"]))
         try:
             train_single.main([*argv, "--batch-size", "0"])
         except options.UsageError:
@@ -537,14 +668,36 @@ def call_main_again_and_again(folder):
     thread = threading.Thread(target=call, args=("2",))
     thread.start()
     thread.join()
-    call("3")
-    assert ends == [0, 0, 2] * 3, ends
+    assert ends == [0, 0, 2] * 2, ends
     assert surroundings() == before, (surroundings(), before)
-    assert len({(folder / f"{mode}{i}" / "metrics.jsonl").read_text().count("\n") for mode in ("single", "spawn") for i in "123"}) == 1
+    assert all(first != second for first, second in zip(*draws)), "the caller's generators go on"
+    assert len({(folder / f"{mode}{i}" / "metrics.jsonl").read_text().count("\n") for mode in ("single", "spawn") for i in "12"}) == 1
 
 
+@pytest.mark.long
 def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_path):
     ((code, _, err),) = run_processes([functools.partial(call_main_again_and_again, tmp_path)], tmp_path)
+    assert code == 0, err
+
+
+def call_main_after_a_stop(folder):
+    """A notebook keeps the last exception, and with it all that its frames hold."""
+    import train_single
+
+    argv = [*ODD, "--model", "conv", "--output-dir", f"{folder}/run"]
+    from pitfalls import after_step
+
+    after_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        train_single.main(argv)
+    except options.Stopped as stop:
+        kept = stop
+    assert kept.code == 130
+    assert train_single.main([*argv, "--resume", "auto"]) == 0
+
+
+def test_main_can_go_on_where_a_stop_ended_it(tmp_path):
+    ((code, _, err),) = run_processes([functools.partial(call_main_after_a_stop, tmp_path)], tmp_path)
     assert code == 0, err
 
 
@@ -556,7 +709,7 @@ def call_every_main(folder):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
         script = importlib.import_module(f"train_{mode}")
         before = dict(os.environ)
-        script.common.check_run = lambda args: os.environ.update(MADE_BY_THE_RUN="1")
+        script.common.check_run = lambda args: options.set_variable("MADE_BY_THE_RUN", "1")
         script.common.set_up_device = script.common.meeting_place = lambda *_: 1 / 0
         try:
             script.main([])

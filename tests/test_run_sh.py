@@ -28,6 +28,7 @@ def eval_lines(text):
     return [line for line in text.splitlines() if "  eval  " in line]
 
 
+@pytest.mark.long
 def test_ddp_with_default_options_reads_digits(tmp_path):
     finished = run_sh("ddp", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
@@ -78,6 +79,7 @@ def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp
     assert "the active Python lacks something that is needed; setting up" in finished.stderr and (lacking / ".venv").is_dir()
 
 
+@pytest.mark.long
 def test_half_made_environment_is_made_anew(lacking, tmp_path):
     """`python -m venv` was interrupted before it had pip, or before it had all of pip. A whole environment is kept."""
     environment = lacking / ".venv"

@@ -13,7 +13,7 @@ import options
 
 SCRIPTS = {mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")}
 BUDGETS = {("single", "ddp"): 35, ("single", "dp"): 20, ("ddp", "spawn"): 30}
-OWN_LINES = 3300  # of the project's own Python: tests, the bench and the plot are beside it
+OWN_LINES = 3350  # of the project's own Python: tests, the bench and the plot are beside it
 
 
 def changed_lines(old, new):

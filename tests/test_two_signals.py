@@ -121,7 +121,7 @@ def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys
     os.kill(os.getpid(), number)
     with pytest.raises(common.Stopped) as stopped:
         make_step(run, [1.0])
-    assert stopped.value.code == CODES[number]
+    assert stopped.value.code == (CODES[number] or 1), "nothing that was lost is called done"
     assert stopped.value.reason == f"stopped by {number.name} at step 1, which was not saved"
     assert not (run.folder / "last.pt").exists()
     assert "non-finite values in weight" in capsys.readouterr().err
