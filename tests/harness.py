@@ -35,10 +35,10 @@ import options
 
 TIMEOUT = 120  # seconds that any group of processes may take
 
-context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("fork" if "TESTS_FORK" in os.environ else "forkserver")  # fork: of a process that has torch
 one_thread = threading.Lock()  # starting a process reads the exit codes of all others, and an exit code can be read only once
 SLOW = ["torch._dynamo", "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]  # the first belongs to any optimizer
-context.set_forkserver_preload([*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"])
+multiprocessing.set_forkserver_preload([*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"])
 
 
 @dataclass
@@ -95,6 +95,7 @@ def run_processes(targets: list[Callable[[], int | None]], folder: Path, timeout
 def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115 (a fork has those of pytest)
     torch.set_num_threads(1)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
     code = 1

@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDE_BY_SIDE = 2
+SLOW = ["torch._dynamo", "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2", "pytest", "unittest.mock"]
+SLOW += ["torch.distributed.run", "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"]  # and nothing of the project
+context = multiprocessing.get_context("forkserver")
+one_thread = threading.Lock()  # an exit code can be read only once
 TIMEOUT = 150  # seconds for the tests of one mutant; a hang is not what a test should rest on, so that it counts as a survivor
 
 
@@ -1601,26 +1607,49 @@ def copy_project(source: Path, folder: Path) -> Path:
     return Path(shutil.copytree(source, folder / "project", ignore=ignored))
 
 
+def serve() -> None:
+    """Start the server from which each run of the tests is forked: importing torch takes longer than most of the tests."""
+    os.environ.update(OMP_NUM_THREADS="1", TESTS_FORK="1")
+    context.set_forkserver_preload(SLOW)
+    multiprocessing.forkserver.ensure_running()
+
+
+def be_pytest(project: Path, arguments: list[str]) -> None:
+    """Run pytest in this process, a fork of the server, as if it had been started in the project."""
+    os.setsid()
+    os.chdir(project)
+    output = os.open(project.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(project.parent / "tmp"))
+    tempfile.tempdir, sys.dont_write_bytecode = None, True
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[:] = [str(project), *(path for path in sys.path if path and not Path(path).is_relative_to(ROOT))]
+    for name in ("mutants", "__mp_main__"):  # of this program; the project has its own
+        sys.modules.pop(name, None)
+    import pytest
+
+    code = pytest.main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def run_tests(project: Path, selection: Iterable[str], timeout: float) -> tuple[int | None, str]:
     """Run tests in a copy of the project; return pytest's exit code, None for a time-out, and its output. Nothing outlives the call."""
-    scratch = project.parent / "tmp"
-    scratch.mkdir(exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
+    (project.parent / "tmp").mkdir(exist_ok=True)
     options = ["-x", "-q", "-rf", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={project.parent / 'basetemp'}"]
-    options += ["-m", ""]  # the long tests too
-    with open(project.parent / "output", "w+") as output:  # a file: a pipe stays open as long as any grandchild lives
-        command = [sys.executable, "-m", "pytest", *options, *selection]
-        process = subprocess.Popen(command, cwd=project, env=environment, stdout=output, stderr=output, start_new_session=True)
-        try:
-            code: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what tests left behind, or all of them
-            process.wait()
-        output.seek(0)
-        return code, output.read()
+    options += ["-m", "", "-s"]  # the long tests too; and no capture, which forks of pytest would write into
+    with one_thread:
+        process = context.Process(target=be_pytest, args=(project, [*options, *selection]))
+        process.start()
+    multiprocessing.connection.wait([process.sentinel], timeout)
+    with one_thread:
+        code = process.exitcode
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what tests left behind, or all of them
+        process.join()
+    return code, (project.parent / "output").read_text(errors="replace")
 
 
 class Outcome(NamedTuple):
@@ -1678,6 +1707,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     started = time.monotonic()
     outcomes = []
+    serve()
     with tempfile.TemporaryDirectory(prefix="mutants-") as name, ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         source = copy_project(ROOT, Path(name))  # what is edited meanwhile does not count
         check_baseline(source, list(dict.fromkeys(test for mutant in chosen for test in mutant.selection())))
