@@ -59,7 +59,7 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
-@common.leaves_no_trace
+@common.leaves_no_trace  # in a notebook, or whatever else calls it and goes on
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("ddp", argv)
     common.check_run(args)

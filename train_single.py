@@ -48,7 +48,7 @@ def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoa
     return meter.mean()
 
 
-@common.leaves_no_trace
+@common.leaves_no_trace  # in a notebook, or whatever else calls it and goes on
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("single", argv)
     common.check_run(args)

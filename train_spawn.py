@@ -96,7 +96,7 @@ def worker(local_rank: int, args: Namespace, meeting_place: str) -> int:
     return run.finish()
 
 
-@common.leaves_no_trace
+@common.leaves_no_trace  # in a notebook, or whatever else calls it and goes on
 def main(argv: list[str] | None = None) -> int:
     args = common.parse_args("spawn", argv)
     common.check_run(args)

@@ -798,7 +798,7 @@ for mode in ("single", "dp", "ddp", "spawn"):
              [f"{ODD}run_is_saved_before_each_evaluation[{mode}-{n}]"]))
     mutant(f"{mode}: evaluation not seeded", f"train_{mode}", "common.seed_evaluation(args.seed, i)", "str()",
            f"{ODD}evaluation_repeats_what_it_draws[{mode}-{n}]")
-    mutant(f"{mode}: leaves traces in the process", f"train_{mode}", "@common.leaves_no_trace\n", "",
+    mutant(f"{mode}: leaves traces in the process", f"train_{mode}", "@common.leaves_no_trace", "@(lambda main: main)",
            f"{ODD}every_main_leaves_no_trace")
 mutant("by design: nothing is", "common", "    if before is None:\n        return True\n    before", "    return True\n    before",
        f"{BY_DESIGN}[none-single-1]", f"{ODD}became_non_finite_compares_place_by_place")
