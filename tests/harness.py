@@ -31,6 +31,7 @@ from launches import ROOT, TASKS, without_gloo  # noqa: F401 (the tests take the
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
+import launch
 import options
 
 TIMEOUT = 120  # seconds that any group of processes may take
@@ -97,6 +98,8 @@ def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115 (a fork has those of pytest)
     torch.set_num_threads(1)
+    launch._ends_with_the_run = False  # a fork has what tests did in pytest's process
+    options._undo.clear()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
     code = 1
     try:
