@@ -216,7 +216,8 @@ def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -
         if name in HARMLESS or (args.eval_only and name not in WHAT_IS_EVALUATED):
             continue
         if then != now:
-            raise UsageError(f"--{name.replace('_', '-')} {now}: {path} was made with {then}; use that, or start anew without --resume")
+            other = "" if args.eval_only else ", or start anew without --resume"
+            raise UsageError(f"--{name.replace('_', '-')} {now}: {path} was made with {then}; use that{other}")
 
 
 def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Path) -> None:

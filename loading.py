@@ -185,8 +185,8 @@ class KeyedDataset(Dataset):
 
     def __init__(self, dataset: Dataset, args: argparse.Namespace) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, args.seed, args.skip_corrupt
-        kind = type(dataset)  # an instance may only pass such names on to what it wraps
-        self.whole_batches = hasattr(kind, "set_epoch") and hasattr(kind, "__getitems__")
+        # Asked of the class: an instance may pass unknown names on to the data set that it wraps
+        self.whole_batches = hasattr(type(dataset), "__getitems__") and hasattr(dataset, "set_epoch")
         self.with_epochs = datasets_with_epochs(dataset)
 
     def __getitems__(self, key: tuple[int, list[int]]) -> Any:

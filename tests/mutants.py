@@ -928,7 +928,7 @@ mutant("stop: SLURM's warning ends well although nothing was saved", "checkpoint
 EPOCH_ONCE = f"{ODD}set_epoch_is_called_once_an_epoch_and_seeded"
 mutant("wrapped: told in every batch", "loading", 'if getattr(dataset, "_epoch_told", None) != epoch:', "if True:", EPOCH_ONCE)
 mutant("wrapped: set_epoch is not seeded", "loading", "                seed_generators(mix(self.seed, epoch))\n", "", EPOCH_ONCE)
-mutant("wrapped: names that are passed on count", "loading", "        kind = type(dataset)", "        kind = dataset",
+mutant("wrapped: names that are passed on count", "loading", "hasattr(type(dataset), \"__getitems__\")", "hasattr(dataset, \"__getitems__\")",
        f"{ODD}wrapper_that_passes_names_on_is_asked_itself")
 mutant("wrapped: classes are taken for data sets", "loading", "isinstance(values, (Tensor, type))", "isinstance(values, Tensor)",
        f"{ODD}data_sets_with_epochs_finds_each_once_and_ends")

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import textwrap
 import threading
 from argparse import Namespace
 
@@ -522,6 +523,25 @@ def test_refused_save_does_not_raise_the_best_score(tmp_path):
     best = result.checkpoint("best.pt")
     assert best["best"] == result.checkpoint()["best"] <= 1.0
     assert best["epoch"] == 3, "and the next good one is the best"
+
+
+@pytest.mark.parametrize(("average", "averaged"), [("none", False), ("ema", True), ("swa", True), ("swa early", False)])
+def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path):
+    """With a stop before SWA begins its average holds what the run began with."""
+    from pitfalls import stop_after
+
+    kind, _, early = average.partition(" ")
+    argv = (*ODD, "--model", "conv+masks", "--average", kind, "--epochs", "2" if average == "swa" else "3")
+    result = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 8) if early else None)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    task_of_run = common.load_task(make_args("single", *argv))
+    model = task_of_run.build_model(make_args("single", *argv)).double()
+    names = {"torch": torch, "model": model}
+    exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)
+    assert names["averaged"] == averaged
+    images, labels = task_of_run.build_datasets(make_args("single", *argv))[1].__getitems__(list(range(57)))
+    hits = task_of_run.per_sample_metrics(model.eval()(images), labels)["top1"]
+    assert hits.double().mean().item() == pytest.approx(result.checkpoint("best.pt")["best"], rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------ refused by name
