@@ -314,10 +314,9 @@ def test_names_that_the_log_uses_itself_are_no_metrics(name):
 
 
 def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(TASKS)])
     (tmp_path / "task.py").write_text("from small import *\n")
     (tmp_path / "small.py").write_text((TASKS / "small.py").read_text())
-    sys.path.remove(str(TASKS))
     monkeypatch.delitem(sys.modules, "small", raising=False)
     common.load_task(make_args("single", "--task", str(tmp_path / "task.py")))
     assert sys.modules["small"].__file__ == str(tmp_path / "small.py")

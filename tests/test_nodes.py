@@ -76,6 +76,7 @@ def clock_ahead(folder):
     return str(folder)
 
 
+@pytest.mark.long
 @pytest.mark.netns
 def test_two_hosts_are_one_device(tmp_path):
     """Also if they differ in the number of ranks, over a slow cable."""
