@@ -376,7 +376,7 @@ mutant("log: not cut back", "checkpoint", "self.file.truncate(self._kept_bytes(c
 mutant("log: evaluation after the checkpoint kept", "checkpoint", 'entry["epoch"] < checkpoint["epoch"] if',
        'entry["epoch"] <= checkpoint["epoch"] if', "survivors::test_evaluation_after_the_checkpoint_is_logged_once")
 mutant("log: --eval-only cuts it", "checkpoint", "if not args.eval_only:  # leave nothing", "if True:  # leave nothing",
-       "survivors::test_eval_only_leaves_the_log")
+       "odd_tasks::test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("log: skipped steps counted twice", "checkpoint", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
 mutant("log: loss of the whole run", "checkpoint", "        self.meter.clear()\n", "",
        "survivors::test_logged_loss_is_that_since_the_last_line")
@@ -409,8 +409,8 @@ mutant("launch: every rank prints", "launch", "    if is_rank0():\n        print
 mutant("launch: bad arguments end with 1", "launch", 'announce_end(2, f"error', 'announce_end(1, f"error',
        "cli::test_bad_command_line_ends_with_code_2_and_one_line")
 mutant("launch: a stop ends with 0", "launch", "announce_end(stop.code, f", "announce_end(0, f", ONE + "11_sigterm_saves[0]")
-mutant("launch: leaves before rank 0 has saved", "launch", "        dist.barrier()", "        pass",
-       LAST + "31_rank_0_reads_and_decides")
+mutant("launch: leaves while others still talk to it", "launch", "        dist.barrier()", "        pass",
+       f"{ENDINGS}early_end_of_all_ranks_waits_for_all")
 mutant("launch: unused parameters not explained", "launch", 'if "find_unused_parameters=True" in str(error):', "if False:",
        MANY + "28_unused_parameters")
 mutant("launch: ranks outlive torchrun", "launch", "    end_with_parent(signal.SIGKILL)  # what a killed", "    pass  # what a killed",
