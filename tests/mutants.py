@@ -842,7 +842,7 @@ mutant("swa: names an epoch too low", "checkpoint", "math.ceil(4 * done / 3)", "
 WRAPPED = f"{ODD}pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch"
 mutant("wrapped: wrappers hide the epoch", "loading", "        waiting += _like_datasets(", "        str(", f"{WRAPPED}[False-subset]")
 mutant("wrapped: only the first of several is told", "loading", "for value in inner for one in", "for value in list(inner)[:1] for one in",
-       f"{WRAPPED}[False-concat]")
+       f"{ODD}data_sets_with_epochs_finds_each_once_and_ends")
 mutant("wrapped: dictionaries hide the epoch", "loading", "(list, tuple, dict)", "(list, tuple)",
        f"{WRAPPED}[False-own]")
 mutant("wrapped: a circle has no end", "loading", "        seen.add(id(one))\n", "", f"{ODD}data_sets_with_epochs_finds_each_once_and_ends")
