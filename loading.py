@@ -162,7 +162,7 @@ def datasets_with_epochs(dataset: Any) -> list[Any]:
         seen.add(id(one))
         if hasattr(one, "set_epoch"):
             found.append(one)
-        waiting += _like_datasets(list(getattr(one, "__dict__", {}).values()))
+        waiting += [inner for value in getattr(one, "__dict__", {}).values() for inner in _like_datasets(value)]
     return found
 
 
@@ -206,9 +206,7 @@ class KeyedDataset(Dataset):
             return self.dataset.__getitems__(readable)
 
     def _sample(self, epoch: int, index: int) -> Any:
-        torch.default_generator.manual_seed(mix(self.seed, epoch, index))
-        random.seed(torch.initial_seed())
-        np.random.seed(torch.initial_seed() % 2**32)
+        seed_generators(mix(self.seed, epoch, index))
         return self.dataset[index]
 
     def _first_readable(self, read: Callable[[int], Any], first: int) -> tuple[int, Any]:

@@ -205,7 +205,7 @@ mutant("evaluation: shards padded to the same length", "loading", "min(start + s
 mutant("evaluation: every rank starts at sample 0", "loading", "[rank::world_size]", "[0::world_size]", SHARDS)
 mutant("evaluation: the last batch is dropped", "loading", "range(0, length, self.batch_size)[",
        "range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
-mutant("augmentation: no seed per sample", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))", "pass",
+mutant("augmentation: no seed per sample", "loading", "seed_generators(mix(self.seed, epoch, index))", "pass",
        f"{AUGMENTED}[3-1-0-per sample]")
 mutant("augmentation: per-sample seed without the epoch", "loading", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)",
        f"{AUGMENTED}[0-3-0-per sample]")
@@ -540,8 +540,8 @@ mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIP
        f"{ENDINGS}ten_skipped_steps_in_a_row_are_remembered")
 mutant("data: --skip-corrupt ignored", "loading", "if not self.skip_corrupt:", "if True:",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
-mutant("data: the replacement is drawn as the broken one", "loading", "torch.default_generator.manual_seed(mix(self.seed, epoch, index))",
-       "torch.default_generator.manual_seed(mix(self.seed, epoch, first))",
+mutant("data: the replacement is drawn as the broken one", "loading", "seed_generators(mix(self.seed, epoch, index))",
+       "seed_generators(mix(self.seed, epoch, first))",
        f"{ENDINGS}broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("data: a broken file is not named", "task", 'raise OSError(f"{os.fsdecode(paths[0])}: {error}") from None', "raise",
        f"{ENDINGS}broken_image_file_is_named")
@@ -840,7 +840,9 @@ mutant("swa: within an epoch the weights are taken for its end", "checkpoint", "
        f"{ODD}swa_refuses_epochs_whose_average_is_lost")
 mutant("swa: names an epoch too low", "checkpoint", "math.ceil(4 * done / 3)", "4 * done // 3 - 1", f"{ODD}swa_refuses_epochs_whose_average_is_lost")
 WRAPPED = f"{ODD}pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch"
-mutant("wrapped: wrappers hide the epoch", "loading", "        waiting += _like_datasets(", "        str(", f"{WRAPPED}[False-subset]")
+mutant("wrapped: wrappers hide the epoch", "loading", "for inner in _like_datasets(value)]", "for inner in ()]", f"{WRAPPED}[False-subset]")
+mutant("wrapped: many attributes hide the epoch", "loading", "for value in getattr(one, \"__dict__\", {}).values()",
+       "for value in [list(getattr(one, \"__dict__\", {}).values())]", f"{ODD}data_sets_with_epochs_finds_each_once_and_ends")
 mutant("wrapped: only the first of several is told", "loading", "for value in inner for one in", "for value in list(inner)[:1] for one in",
        f"{ODD}data_sets_with_epochs_finds_each_once_and_ends")
 mutant("wrapped: dictionaries hide the epoch", "loading", "(list, tuple, dict)", "(list, tuple)",

@@ -299,6 +299,7 @@ def test_data_sets_with_epochs_finds_each_once_and_ends():
     outer = Circle()
     outer.both = [None, ("named", inner), inner]
     outer.kind, outer.many = type(inner), [inner] * 1000
+    outer.__dict__.update({f"setting{i}": i for i in range(200)})
     assert loading.datasets_with_epochs(outer) == [inner]
     assert loading.datasets_with_epochs(inner) == [inner]
     assert loading.datasets_with_epochs([1, 2, 3]) == []
