@@ -33,6 +33,20 @@ one_thread = threading.Lock()  # an exit code can be read only once
 TIMEOUT = 150  # seconds for the tests of one mutant; a hang is not what a test should rest on, so that it counts as a survivor
 
 
+@functools.lru_cache(50)
+def squeeze(text: str, file: str) -> tuple[str, list[int]]:
+    """Return the text without what a formatter or a writer may change, and the place of each character that is left.
+
+    In Python that is white space, comments, and a comma before a closing bracket: a mutant lives on when code is only written otherwise.
+    """
+    if file.endswith(".sh"):
+        return text, list(range(len(text)))
+    hidden = {place for comment in re.finditer(r"  #.*", text) for place in range(*comment.span())}
+    places = [i for i, character in enumerate(text) if i not in hidden and not character.isspace()]
+    places = [i for i, after in zip(places, [*places[1:], None]) if not (text[i] == "," and after is not None and text[after] in ")]}")]
+    return "".join(text[i] for i in places), places
+
+
 class Mutant(NamedTuple):
     """`old`, which stands exactly once in `file`, becomes `new`; `tests`, those that fail soonest first, are "checkpoint::test_name"."""
 
@@ -45,9 +59,19 @@ class Mutant(NamedTuple):
     def apply(self, root: Path) -> str:
         """Return the broken text of the file."""
         text = (root / self.file).read_text()
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: what it replaces occurs {text.count(self.old)} times in {self.file}, not once: {self.old!r}")
-        return text.replace(self.old, self.new)
+        squeezed, places = squeeze(text, self.file)
+        wanted, _ = squeeze(self.old, self.file)
+        if squeezed.count(wanted) != 1:
+            raise ValueError(f"{self.name}: what it replaces occurs {squeezed.count(wanted)} times in {self.file}, not once: {self.old!r}")
+        first = squeezed.index(wanted)
+        start, end = places[first], places[first + len(wanted) - 1] + 1
+        if self.file.endswith(".sh"):
+            return text[:start] + self.new + text[end:]
+        line = text[text.rfind("\n", 0, start) + 1 :]
+        moved = len(line) - len(line.lstrip(" ")) - (len(self.old) - len(self.old.lstrip(" ")))
+        lines = self.new.strip().splitlines()
+        rest = [" " * (moved if self.old.startswith(" ") else 0) + line for line in lines[1:]]
+        return text[:start] + "\n".join([*lines[:1], *rest]) + text[end:]
 
     def selection(self) -> list[str]:
         return [f"tests/test_{file}.py{separator}{name}" for file, separator, name in (test.partition("::") for test in self.tests)]
@@ -117,7 +141,8 @@ for mode, two, uneven in (("ddp", f"{EQUAL}[ddp-2-1]", f"{EQUAL}[ddp-2-2]"), ("s
     mutant(f"{mode}: first backward not repeated", script, REPEAT, "", resumed)
     mutant(f"{mode}: gradients kept after the step", script, "        state.optimizer.zero_grad(set_to_none=True)\n", "", two)
 
-mutant("ddp: nothing is synchronised", "train_ddp", "    yield micro_batches[-1]\n", "        yield micro_batches[-1]\n",
+mutant("ddp: nothing is synchronised", "train_ddp",
+       "        yield from micro_batches[:-1]\n    yield micro_batches[-1]\n", "        yield from micro_batches\n",
        f"{EQUAL}[ddp-2-1]")
 mutant("ddp: the first micro-batch is synchronised", "train_ddp",
        "    with model.no_sync():  # forward and backward of the others run in here\n"
@@ -170,7 +195,8 @@ for mode, n in (("single", 1), ("dp", 2)):
     mutant(f"{mode}: model evaluated in training mode", script, "    model.eval()\n", "", masks)
 
 mutant("single: schedule stepped per micro-batch", "train_single", ADD, ADD + "            state.scheduler.step()\n", f"{LR}[constant]")
-mutant("single: loss of the last micro-batch alone is logged", "train_single", ADD, ADD.replace("    run", "run"),
+mutant("single: loss of the last micro-batch alone is logged", "train_single", ADD,
+       "            run.meter.clear()\n" + ADD,
        "equivalence::test_accumulation_on_one_device[2]")
 mutant("dp: mean of the replicas' means", "train_dp", PLAIN,
        "loss = sum(piece.mean() for piece in losses.chunk(args.replicas)) / args.replicas", LAST + "29_data_parallel_gathers_losses")
@@ -375,7 +401,8 @@ mutant("log: not cut back", "checkpoint", "self.file.truncate(self._kept_bytes(c
        "checkpoint::test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
 mutant("log: evaluation after the checkpoint kept", "checkpoint", 'entry["epoch"] < checkpoint["epoch"] if',
        'entry["epoch"] <= checkpoint["epoch"] if', "survivors::test_evaluation_after_the_checkpoint_is_logged_once")
-mutant("log: --eval-only cuts it", "checkpoint", "if not args.eval_only:  # leave nothing", "if True:  # leave nothing",
+mutant("log: --eval-only cuts it", "checkpoint", "        if not args.eval_only:\n            if checkpoint and",
+       "        if True:\n            if checkpoint and",
        "odd_tasks::test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("log: skipped steps counted twice", "checkpoint", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
 mutant("log: loss of the whole run", "checkpoint", "        self.meter.clear()\n", "",
@@ -413,14 +440,16 @@ mutant("launch: leaves while others still talk to it", "launch", "        dist.b
        f"{ENDINGS}early_end_of_all_ranks_waits_for_all")
 mutant("launch: unused parameters not explained", "launch", 'if "find_unused_parameters=True" in str(error):', "if False:",
        MANY + "28_unused_parameters")
-mutant("launch: ranks outlive torchrun", "launch", "    end_with_parent(signal.SIGKILL)  # what a killed", "    pass  # what a killed",
+mutant("launch: ranks outlive torchrun", "launch", "    end_with_parent(signal.SIGKILL)\n    if os.getppid()",
+       "    if os.getppid()",
        "signals::test_ranks_that_wait_before_training_end_with_the_launcher[ddp]")
 mutant("launch: spawned ranks outlive the launcher", "launch",
        "    end_with_parent(signal.SIGKILL)\n    if not mp.parent_process().is_alive():", "    if not mp.parent_process().is_alive():",
        "signals::test_ranks_that_wait_before_training_end_with_the_launcher[spawn]")
 mutant("launch: ranks without a launcher do not save", "checkpoint", "end_with_parent(signal.SIGTERM)", "pass",
        LAST + "39_nothing_outlives_torchrun")
-mutant("launch: a Python that starts meets Ctrl-C", "launch", "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n", "",
+mutant("launch: a Python that starts meets Ctrl-C", "launch", "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n    if args.dist_url",
+       "    if args.dist_url",
        "signals::test_ctrl_c_while_spawned_processes_start_is_answered_without_a_traceback")
 mutant("launch: a rank that is left by one that was stopped complains", "launch", "if lost and end and Path(end).exists():", "if False:",
        "endings::test_rank_that_is_left_by_one_that_was_stopped_leaves_in_silence")
@@ -459,7 +488,7 @@ mutant("launch: a signal is forgotten if nobody reads", "launch", "    finally:\
        "    finally:\n        pass",
        "signals::test_signal_ends_a_run_that_cannot_say_so")
 mutant("launch: the thread takes signals that the main thread blocks", "launch",
-       "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as", "    #", "signals::test_only_the_main_thread_takes_signals")
+       "    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)\n    threading", "    threading", "signals::test_only_the_main_thread_takes_signals")
 mutant("launch: torchrun answers signals to the end", "launch", "signal.signal(number, signal.SIG_IGN)", "pass",
        "signals::test_signal_when_all_is_done_changes_nothing")
 mutant("launch: sys.exit(0) of a task is success", "launch", "        if code is None:\n", "        if False:\n",
@@ -660,7 +689,7 @@ mutant("swa: statistics of the last batches", "common", "        norm.momentum =
        f"{NEW}swa_statistics_are_those_that_torch_estimates")
 for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
     mutant(f"{mode}: statistics of the average not estimated", f"train_{mode}",
-           "then loses nothing\n        common.update_bn(", "then loses nothing\n        str(",
+           '        run.save("last.pt")\n        common.update_bn(', '        run.save("last.pt")\n        str(',
            f"{NEW}swa_statistics_are_the_same_in_every_mode[{mode}-{n}-{'others0' if mode == 'dp' else 'None'}]")
 for mode in ("single", "dp"):
     mutant(f"{mode}: options not checked", f"train_{mode}", "    common.check_run(args)\n", "", f"{NEW}script_alone_checks_too[{mode}]")
@@ -692,7 +721,7 @@ mutant("swa: statistics in the middle of an epoch", "common", "not run.state.ave
        "not run.state.average.n_averaged", f"{NEW}interrupted_swa_goes_on_bitwise")
 for mode in ("single",):
     mutant(f"{mode}: an average evaluated without its statistics", f"train_{mode}",
-           "        common.update_bn(run, state.averaged(), train_loader)  # if it", "        # if it",
+           "    if args.eval_only:\n        common.update_bn(", "    if args.eval_only:\n        str(",
            f"{NEW}evaluation_of_a_checkpoint_from_before_its_evaluation_is_that_evaluation")
 mutant("load: a file is taken for none", "common", 'zipped = file.read(4) == b"PK\\3\\4"', "zipped = zipfile.is_zipfile(path)",
        f"{NEW}weights_that_do_not_fit_at_all_or_are_damaged_are_refused")

@@ -1,5 +1,6 @@
 """tests/mutants.py cannot rot silently: each of its faults still applies to exactly one place, and the tests it names exist."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,20 @@ ROOT = Path(mutants.ROOT)
 def test_every_mutant_applies_exactly_once_and_compiles():
     for mutant in mutants.MUTANTS:
         broken = mutant.apply(ROOT)
-        assert broken != (ROOT / mutant.file).read_text(), mutant.name
+        text = (ROOT / mutant.file).read_text()
         if mutant.file.endswith(".sh"):
+            assert broken != text, mutant.name
             subprocess.run(["bash", "-n"], input=broken, text=True, check=True)
         else:
-            compile(broken, mutant.file, "exec")
+            assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text)), mutant.name
+
+
+def test_a_mutant_lives_on_when_code_is_only_written_otherwise(tmp_path):
+    fault = mutants.Mutant("x", "some.py", "    go(a, b)  # why\n    if c:\n", "    if c:\n        stop()\n", ())
+    (tmp_path / "some.py").write_text(
+        "        go(\n            a,\n            b,\n        )\n        # other words\n        if c:\n            d()\n"
+    )
+    assert fault.apply(tmp_path) == "        if c:\n            stop()\n            d()\n"
 
 
 def test_there_are_many_and_all_differ():

@@ -130,6 +130,7 @@ def test_readme_and_requirements_name_the_same_oldest_versions():
     assert f"${{1:-python{python}}}" in (ROOT / ".ci" / "floor").read_text()
 
 
+@pytest.mark.release
 def test_readme_shows_the_equivalence_of_the_code_as_it_is():
     import readme
 
