@@ -468,7 +468,7 @@ mutant("slurm: tasks that each have a device are too many", "options", " and not
 mutant("slurm: only the first task checks", "options", "(torchrun and os.environ", "(os.environ", "cli::test_every_task_of_srun_checks")
 mutant("slurm: cores of other jobs", "common", 'int(os.environ.get("SLURM_CPUS_ON_NODE", cores))', "cores",
        LAST + "38_workers_stay_and_cores_are_divided")
-mutant("launch: a fixed place to meet", "launch", 'yield f"file://{folder}/ranks"', 'yield f"file://{os.getcwd()}/ranks"',
+mutant("launch: a fixed place to meet", "launch", 'yield f"file://{folder}/ranks"', 'yield f"file://{tempfile.gettempdir()}/ranks"',
        MANY + "15_two_jobs_on_one_machine")
 mutant("launch: unknown host waited for", "launch", "found = socket.getaddrinfo(host, None)[0][4][0]", 'found = ""',
        f"{REFUSED}[spawn-2 --nnodes 2 --node-rank 0 --dist-url tcp://no-such-host.invalid:29500]")
