@@ -1,23 +1,18 @@
-"""Helpers that the four scripts share. Nothing here knows the problem (`task.py` does) or the parallel mode (the scripts do).
+"""What makes a training loop right, on one device and on many.
 
-Every distributed helper is an identity without a process group and returns new tensors, so that the loops need no branch on the mode.
+This file imports nothing else of the project, so that you can copy it. Without a process group
+the helpers that communicate return what they were given: a loop needs no branch on the mode.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
-import contextlib
-import ctypes
-import fcntl
 import fnmatch
-import functools
 import math
 import os
-import types
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,206 +20,217 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
-
-from launch import (
-    SIGNALS,
-    announce_end,
-    backend,
-    earlier_failure,
-    exit_code,
-    handle_signals,
-    is_distributed,
-    is_rank0,
-    join,
-    launcher_ranks,
-    leaves_no_trace,
-    meeting_place,
-    meeting_point,
-    print0,
-    run_worker,
-    timeout,
-    wait_for_all,
-)
-from loading import (
-    GlobalBatchSampler,
-    KeyedDataset,
-    ShardSampler,
-    build_loader,
-    keyed_uniform,
-    map_tensors,
-    mix,
-    seed_evaluation,
-    seed_generators,
-    seed_rng,
-    split_batch,
-    to_device,
-)
-from options import Stopped, UsageError, check_run, load_task, parse_args, resolve_device_type, set_variable, undo_at_end
-
-__all__ = ["SIGNALS", "GlobalBatchSampler", "ShardSampler", "Stopped", "announce_end", "backend", "build_loader", "check_run"]
-__all__ += ["earlier_failure", "exit_code", "handle_signals", "is_rank0", "join", "keyed_uniform", "launcher_ranks"]
-__all__ += ["leaves_no_trace", "load_task", "map_tensors", "meeting_place", "meeting_point", "mix", "parse_args", "run_worker"]
-__all__ += ["seed_evaluation", "seed_generators", "split_batch", "timeout", "wait_for_all"]
 
 MAX_SKIPPED_IN_A_ROW = 10
-
-# ------------------------------------------------------------------------------------------------------- devices and processes
-
-
-def set_up_device(args: argparse.Namespace, local_rank: int = 0) -> torch.device:
-    """Choose this process's device and make it the current one, before anything allocates on device 0; set numerics and threads."""
-    device_type = resolve_device_type(args.device)
-    if args.deterministic and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, products on an NVIDIA device are refused
-    strict, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    undo_at_end(functools.partial(torch.use_deterministic_algorithms, strict, warn_only=warn))
-    undo_at_end(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
-    torch.use_deterministic_algorithms(args.deterministic)
-    torch.backends.cudnn.benchmark = not args.deterministic
-    if "OMP_NUM_THREADS" not in os.environ:  # N processes with all the cores each would fight for them
-        cores, processes = len(os.sched_getaffinity(0)), getattr(args, "nproc", None) or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        undo_at_end(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)))
-    if device_type == "cpu":
-        keep_freed_memory()
-        return torch.device("cpu")
-    undo_at_end(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    torch.set_float32_matmul_precision("highest" if args.deterministic else "high")  # high allows TF32 in float32 products
-    index = local_rank % torch.accelerator.device_count()  # SLURM may show each of its tasks one device alone
-    torch.accelerator.set_device_index(index)
-    return torch.device(device_type, index)
+FORMAT = 1  # of a checkpoint; raised when its keys change
+KEYS = dict.fromkeys(("model", "optimizer", "scheduler", "scaler", "average"), dict)
+KEYS |= dict.fromkeys(("log", "config"), dict)
+KEYS |= dict.fromkeys(("epoch", "step", "global_step", "samples"), int)
+KEYS |= {"best": (float, type(None))}
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: the memory of the gradients would go back to the system in every step, to come again page by page."""
-    with contextlib.suppress(AttributeError):  # of another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 2**25):  # M_MMAP_THRESHOLD, in bytes, the largest that it takes; without it the other one would harm
-            mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+class UsageError(ValueError):
+    """Input that cannot work. The message names the option, the given value and what would work."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(str(message).splitlines()))  # one line, even if it quotes more
+
+
+# --------------------------------------------------------------------------------- communication
+
+
+def get_rank() -> int:
+    """Return the global rank, also before the process group exists."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def print0(*values: Any, file: Any = None) -> None:
+    """Print on global rank 0 only."""
+    if get_rank() == 0:
+        print(*values, file=file, flush=True)
 
 
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
-    """Return the mean (or the sum) of `value` over all ranks, as a new tensor: an in-place all-reduce would break backward."""
+    """Return the mean (or the sum) of `value` over all ranks.
+
+    The result is a new tensor: an all-reduce in place would break the backward pass.
+    """
     value = value.detach().clone()
-    if is_distributed():
+    if dist.is_initialized():
         dist.all_reduce(value)  # sum
         value = value / dist.get_world_size() if average else value
     return value
 
 
-@contextlib.contextmanager
-def one_at_a_time(folder: str | Path) -> Iterator[None]:
-    """Let the processes of this machine into the block one after the other: the first one downloads, the others find the files there."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def broadcast_object(value: Any) -> Any:
     """Return rank 0's `value` on every rank."""
     box = [value]
-    if is_distributed():
+    if dist.is_initialized():
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def sync_buffers(net: nn.Module) -> None:
-    """Give every rank rank 0's buffers (BatchNorm statistics), which DDP does only at the next training forward.
+    """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    Raises if the parameters are not bitwise the same on all ranks, as when a forward bypassed DDP and gradients were never shared.
+    DDP broadcasts buffers only in the next training forward, too late for an evaluation.
+    Raises RuntimeError if a parameter is not bitwise the same on all ranks.
     """
+    if not dist.is_initialized():
+        return
     for buffer in net.buffers():
         dist.broadcast(buffer, src=0)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = torch.stack([p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in net.parameters()])
-    extremes = torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]
+    sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
+    extremes = torch.cat([sums, ~sums])  # ~ reverses the order and, unlike -, never overflows
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()
-    if different := [name for (name, _), a, b in zip(net.named_parameters(), largest, smallest) if a != b]:
-        raise RuntimeError(f"parameters differ between ranks: {', '.join(different[:5])}; does every forward go through the DDP wrapper?")
+    names = [name for name, _ in net.named_parameters()]
+    if different := [name for name, a, b in zip(names, largest, smallest) if a != b]:
+        raise RuntimeError(
+            f"parameters differ between ranks: {', '.join(different[:5])}; "
+            "does every forward go through the DDP wrapper?"
+        )
 
 
-def repeat_first_backward(args: argparse.Namespace, task: types.SimpleNamespace, model: nn.Module, dataset: Dataset, state: Any) -> None:
-    """In a resumed run, let DDP arrange its buckets as the interrupted run had them, so that the next step is bitwise the same.
+def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, amp: str) -> None:
+    """Let DDP sort its gradient buckets now, so that a resumed run sorts them as a new run does.
 
-    DDP sorts its buckets by the order in which the first backward finished, and the last bit of a sum over three or more ranks depends on
-    where in a bucket a gradient stands. So one backward is run for its order alone; neither weights nor buffers keep a trace of it.
+    DDP sorts them once, in the order in which the first backward finishes. The last bit of a sum
+    over three or more ranks depends on the place of a gradient in its bucket. This backward is
+    run for its order alone: gradients and buffers are put back.
     """
-    if state.global_step == 0:
-        return
     device = next(model.parameters()).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    inputs, targets = to_device(KeyedDataset(dataset, args).__getitems__((state.epoch, [0, 0])), device)
+    inputs, targets = to_device(loader.dataset.__getitems__((0, [0, 0])), device)
     train_mode(model)
-    with autocast(args, device):
-        losses = task.per_sample_loss(model(inputs), targets)
+    with autocast(device, amp):
+        losses = loss(model(inputs), targets)
     losses.sum().backward()
     model.zero_grad(set_to_none=True)
     for buffer, before in buffers:
         buffer.copy_(before)
 
 
-def compress_gradients(args: argparse.Namespace, model: nn.parallel.DistributedDataParallel, scaler: Scaler) -> None:
-    """Register torch's own communication hook for `--grad-compress`."""
+def compress_gradients(model: nn.Module, method: str, scaler: StepGuard) -> None:
+    """Register torch's communication hook for bf16, fp16 or powersgd; "none" does nothing."""
+    if method == "none":
+        return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if args.grad_compress in ("bf16", "fp16"):
-        model.register_comm_hook(None, getattr(default_hooks, f"{args.grad_compress}_compress_hook"))
-    if args.grad_compress == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
+    if method != "powersgd":
+        model.register_comm_hook(None, getattr(default_hooks, f"{method}_compress_hook"))
+        return
 
-        def hook(state, bucket):  # one bucket after the other: each needs three all-reduces, which gloo starts in any order
-            if bucket.index() == 0 and scaler.in_a_row > 0:
-                # The last step was skipped. Its NaN would stay in what PowerSGD keeps, and reach every later gradient.
-                state.error_dict.clear()
-                state.p_memory_dict.clear()
-                state.q_memory_dict.clear()
-            (future := powerSGD_hook.powerSGD_hook(state, bucket)).wait()
-            return future
+    def hook(state, bucket):  # torch refuses annotations that are strings
+        if bucket.index() == 0 and scaler.in_a_row > 0:
+            # The last step was skipped. Its NaN would stay in the error feedback for ever.
+            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                memory.clear()
+        future = powerSGD_hook.powerSGD_hook(state, bucket)
+        future.wait()  # gloo would start the all-reduces of two buckets in any order
+        return future
 
-        model.register_comm_hook(state, hook)
-
-
-# ------------------------------------------------------------------------------------------------------ model and optimization
+    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
+    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), hook)
 
 
-def build_net(args: argparse.Namespace, task: types.SimpleNamespace, device: torch.device) -> nn.Module:
-    """Build the task's model on the device, from `--seed` or `--weights`, with `--freeze` applied."""
-    torch.manual_seed(args.seed)
-    net = task.build_model(args).to(getattr(torch, args.dtype))
-    if args.weights not in (None, "default"):  # default: which ones, only the task knows
-        load_weights(args, net, read_tensors(args.weights, old=True))
-    if frozen := freeze(args, net):
-        print0(f"frozen: {frozen} of {len(list(net.parameters()))} parameter tensors")
-    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    return net.to(device, memory_format=memory_format)
+# ---------------------------------------------------------------------------------------- batches
+
+
+def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply `function` to every tensor of a nested tuple, list or dict."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: tree_map(function, value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        values = [tree_map(function, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    kind = type(tree).__name__
+    raise TypeError(f"a sample holds tensors, and tuples, lists and dicts of them, not {kind}")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Copy a batch to the device without waiting for the copy."""
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def split_batch(batch: Any, pieces: int) -> list[Any]:
+    """Cut a rank's batch into micro-batches along the first dimension, larger ones first."""
+    if pieces == 1:
+        return [batch]
+    return [tree_map(lambda t, i=i: t.tensor_split(pieces)[i], batch) for i in range(pieces)]
+
+
+# ------------------------------------------------------------------------------------------ model
+
+
+def train_mode(model: nn.Module) -> None:
+    """Put the model into training mode, except BatchNorm layers with frozen parameters."""
+    model.train()
+    for norm in batch_norms(model):
+        parameters = list(norm.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            norm.eval()  # it keeps its statistics
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+def autocast(device: torch.device, amp: str) -> torch.autocast:
+    """Return the context of a forward pass in mixed precision: amp is off, bf16 or fp16."""
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=amp != "off")
+
+
+def freeze(net: nn.Module, patterns: list[str]) -> None:
+    """Stop the training of the parameters whose names match one of the patterns.
+
+    Raises UsageError if a pattern matches nothing, or if nothing is left to train.
+    """
+    parameters = dict(net.named_parameters())
+    for pattern in patterns:
+        matched = fnmatch.filter(parameters, pattern)
+        if not matched:
+            names = ", ".join(parameters)
+            raise UsageError(f"--freeze {pattern}: no parameter has such a name; there are {names}")
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    frozen = sum(not parameter.requires_grad for parameter in parameters.values())
+    if frozen == len(parameters):
+        raise UsageError(f"--freeze {' '.join(patterns)}: nothing is left to train")
+    if frozen:
+        print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
 
 
 def read_tensors(path: str | Path, old: bool = False) -> Any:
-    """Read a file of torch.save to the CPU, of before torch 1.6 only if `old`. `weights_only` lets no code in the file run.
+    """Read a file of torch.save to the CPU; `old` allows the format from before torch 1.6.
 
-    Raises almost anything if it is damaged, or holds more than tensors and plain values.
+    `weights_only` runs no code of the file. Raises almost anything if the file is damaged.
     """
     with open(path, "rb") as file:
-        zipped = file.read(4) == b"PK\3\4"  # as torch.load tells it: zipfile has other rules, and could take a file for none
+        zipped = file.read(4) == b"PK\3\4"  # the test of torch.load; zipfile has another one
     if zipped or not old:
         with zipfile.ZipFile(path) as file:
             if any(member.compress_type != zipfile.ZIP_STORED for member in file.infolist()):
-                raise ValueError("compressed, which torch.save never does")  # a small file could fill the memory
-            if damaged := file.testzip():  # torch.load does not look at the checksums that torch.save wrote
+                raise ValueError("compressed; a small file could fill the memory")
+            if damaged := file.testzip():  # torch.load does not check the checksums
                 raise ValueError(f"checksum of {damaged} is wrong")
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
-    """Return whether `value` holds a NaN or an infinity that `before`, of the same shape, does not hold in the same place.
+    """Return whether `value` holds a NaN or an infinity where `before` holds another value.
 
-    What a model holds by design, such as an infinite mask, is no fault. Without `before`, every NaN and every infinity is one.
+    A model may hold such values by design, such as an infinite mask. `before` has the same shape;
+    without it, every NaN and every infinity counts.
     """
     if not value.is_floating_point() or value.isfinite().all():
         return False
@@ -234,153 +240,191 @@ def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
     return not (value.isfinite() | (value == before) | (value.isnan() & before.isnan())).all()
 
 
-def load_weights(args: argparse.Namespace, net: nn.Module, weights: Any) -> None:
-    """Load what fits of a state dict, or of a checkpoint with one, and name what does not. Raises UsageError if nothing does.
+def load_weights(net: nn.Module, weights: Any, source: str) -> None:
+    """Load every tensor whose name and shape fit, and print the names of the rest.
 
-    Of a checkpoint with an average of the weights it takes that: it is what was evaluated.
+    `weights` is a state dict or a checkpoint that holds one. If it holds an average of the
+    weights, that is loaded: it is what was evaluated. Raises UsageError if nothing fits.
     """
     own, given = net.state_dict(), {}
     weights = weights if isinstance(weights, dict) else {}
     average = weights.get("average")
-    if isinstance(average, dict) and average.get("n_averaged", 0) > 0:  # before that it is what the run began with
+    if isinstance(average, dict) and average.get("n_averaged", 0) > 0:
         weights = {name: value for name, value in average.items() if name != "n_averaged"}
     for part in ("state_dict", "model"):
         weights = weights[part] if isinstance(weights.get(part), dict) else weights
     for name, value in weights.items():
         name = str(name)
-        while name not in own and name.startswith(("module.", "_orig_mod.")):  # of DistributedDataParallel and torch.compile
+        while name not in own and name.startswith(("module.", "_orig_mod.")):  # DDP, compile
             name = name.partition(".")[2]
         given[name] = value
-    fitting = {name: value for name, value in given.items() if name in own and getattr(value, "shape", None) == own[name].shape}
-    if not fitting:
-        raise UsageError(f"--weights {args.weights}: nothing in it fits the model, whose tensors are {', '.join(list(own)[:5])}, ...")
-    if bad := [name for name, value in fitting.items() if became_non_finite(value.to(own[name].dtype), own[name])]:
-        raise UsageError(f"--weights {args.weights}: {', '.join(bad[:5])} is not finite")
-    net.load_state_dict(fitting, strict=False)
-    print0(f"weights: {len(fitting)} of the model's {len(own)} tensors are from {args.weights}")
-    for name in [name for name in own if name not in fitting]:
-        other = f"{list(given[name].shape)} in the file" if isinstance(given.get(name), Tensor) else "not in the file"
-        print0(f"weights: not loaded: {name} {list(own[name].shape)}, {other}")
+    shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
+    fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
+    if not fits:
+        names = ", ".join(list(own)[:5])
+        raise UsageError(f"{source}: no tensor fits the model, whose tensors are {names}, ...")
+    bad = [n for n, value in fits.items() if became_non_finite(value.to(own[n].dtype), own[n])]
+    if bad:
+        raise UsageError(f"{source}: {', '.join(bad[:5])} is not finite")
+    net.load_state_dict(fits, strict=False)
+    print0(f"weights: {len(fits)} of the model's {len(own)} tensors are from {source}")
+    for name in [name for name in own if name not in fits]:
+        found = f"{list(shapes[name])} in the file" if shapes.get(name) else "not in the file"
+        print0(f"weights: not loaded: {name} {list(own[name].shape)}, {found}")
     if extra := [name for name in given if name not in own]:
         print0(f"weights: not in the model: {', '.join(extra)}")
 
 
-def freeze(args: argparse.Namespace, net: nn.Module) -> int:
-    """Stop the training of the parameters whose names match `--freeze`; return how many tensors are frozen."""
-    parameters = dict(net.named_parameters())
-    for pattern in args.freeze:
-        matched = fnmatch.filter(parameters, pattern)
-        if not matched:
-            raise UsageError(f"--freeze {pattern}: no parameter has such a name; there are {', '.join(parameters)}")
-        for name in matched:
-            parameters[name].requires_grad_(False)
-    frozen = sum(not parameter.requires_grad for parameter in parameters.values())
-    if frozen == len(parameters):
-        raise UsageError(f"--freeze {' '.join(args.freeze)}: nothing is left to train")
-    return frozen
+# ----------------------------------------------------------------------------------- optimization
 
 
-def train_mode(model: nn.Module) -> None:
-    """Put the model into training mode, all but BatchNorm whose parameters are frozen: it keeps its statistics."""
-    model.train()
-    for module in model.modules():
-        parameters = list(module.parameters()) if isinstance(module, nn.modules.batchnorm._BatchNorm) else []
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            module.eval()
-
-
-def autocast(args: argparse.Namespace, device: torch.device) -> torch.autocast:
-    """The context of a forward pass under `--amp`; does nothing when that is off."""
-    return torch.autocast(device.type, torch.float16 if args.amp == "fp16" else torch.bfloat16, enabled=args.amp != "off")
-
-
-def build_optimizer(args: argparse.Namespace, net: nn.Module, world_size: int | None = None) -> torch.optim.Optimizer:
-    """SGD or AdamW over the parameters that train; fused on accelerators, where that lets a skipped step cost no host synchronisation."""
-    parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    world_size = world_size or (dist.get_world_size() if is_distributed() else 1)
-    lr = args.lr * {"none": 1, "linear": world_size, "sqrt": math.sqrt(world_size)}[args.scale_lr]
-    fused = parameters[0].device.type != "cpu"
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr, betas=(args.momentum, 0.999), weight_decay=args.weight_decay, fused=fused)
-    optimizer = torch.optim.SGD(parameters, lr, args.momentum, weight_decay=args.weight_decay, nesterov=args.nesterov, fused=fused)
-    for parameter in parameters if args.momentum else ():  # fused SGD would leave them uninitialised if the very first step is skipped
+def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **fused):
+    options = {"weight_decay": decay, "nesterov": nesterov, **fused}
+    optimizer = torch.optim.SGD(parameters, lr, momentum, **options)
+    for parameter in parameters if momentum else ():
+        # Fused SGD would leave them uninitialised if the very first step is skipped.
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
-def lr_factor(args: argparse.Namespace, step: int, steps_per_epoch: int) -> float:
-    """Return learning rate / peak for a global step, a pure function: nothing to drift, nothing to restore wrongly.
+def build_adamw(
+    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **fused
+):
+    return torch.optim.AdamW(parameters, lr, (momentum, 0.999), weight_decay=decay, **fused)
 
-    The warm-up rises to where the schedule begins. cosine and cyclic run over the steps after it; the drops of step are at epochs of the
-    run. cyclic is Smith's triangle (arXiv:1506.01186), from --step-gamma to 1 and back.
+
+OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}
+
+
+def build_optimizer(
+    net: nn.Module, name: str, lr: float, momentum: float, weight_decay: float, nesterov: bool
+) -> torch.optim.Optimizer:
+    """Return an optimizer of OPTIMIZERS over the parameters that train.
+
+    On an accelerator it is fused: a skipped step then costs no wait of the host.
     """
-    warmup, last = round(args.warmup_epochs * steps_per_epoch), args.epochs * steps_per_epoch
-    if step < warmup:
-        return (step + 1) / warmup * (args.step_gamma if args.schedule == "cyclic" else 1)
-    if args.schedule == "cosine":
-        return (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, last - warmup)))) / 2
-    if args.schedule == "step":
-        return args.step_gamma ** bisect.bisect_right(sorted(args.step_epochs), step / steps_per_epoch)
-    if args.schedule == "cyclic":
-        cycle = args.step_epochs[0] * steps_per_epoch if args.step_epochs else max(1, last - warmup)
-        return args.step_gamma + (1 - args.step_gamma) * (1 - abs(2 * ((step - warmup) % cycle) / cycle - 1))
+    parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    fused = parameters[0].device.type != "cpu"
+    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, fused=fused)
+
+
+def scale_lr(lr: float, rule: str, devices: int | None = None) -> float:
+    """Return the peak learning rate for so many devices, by default one per rank."""
+    devices = devices or get_world_size()
+    return lr * {"none": 1, "linear": devices, "sqrt": math.sqrt(devices)}[rule]
+
+
+# A schedule returns learning rate / peak at a step from `start`, the end of the warm-up, to `end`.
+# `marks` are steps that the user named, `gamma` is --step-gamma.
+
+
+def constant(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
     return 1.0
 
 
-def build_scheduler(args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate as a function of the global step, which counts consumed batches, skipped or not."""
-    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # meant: a skipped first step counts too
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(args, step, steps_per_epoch))
+def cosine(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
+    return (1 + math.cos(math.pi * min(1.0, (step - start) / max(1, end - start)))) / 2
 
 
-class Scaler(torch.amp.GradScaler):
-    """A GradScaler for every precision: in float32 and bf16 its scale stays 1 and only its check for non-finite gradients is used.
+def drops(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
+    return gamma ** bisect.bisect_right(marks, step)
 
-    The check comes after the all-reduce, so that every rank skips the same steps; a norm that overflows is not finite either. With a fused
-    optimizer it happens on the device: no host synchronisation per step. `skipped` counts since the last log line, `in_a_row` up to now and
-    not beyond ten, both on the device.
-    A step that is skipped leaves no trace in BatchNorm's statistics either, where one NaN would stay for ever.
+
+def triangle(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
+    """Rise from gamma to 1 and fall back, again and again (Smith, arXiv:1506.01186)."""
+    cycle = marks[0] if marks else max(1, end - start)
+    return gamma + (1 - gamma) * (1 - abs(2 * ((step - start) % cycle) / cycle - 1))
+
+
+SCHEDULES = {"constant": constant, "cosine": cosine, "step": drops, "cyclic": triangle}
+
+
+def lr_factor(
+    step: int,
+    steps_per_epoch: int,
+    schedule: str,
+    epochs: int,
+    warmup_epochs: float,
+    step_epochs: list[int],
+    step_gamma: float,
+) -> float:
+    """Return learning rate / peak for a global step.
+
+    It is a pure function of the step: nothing drifts, and nothing can be restored wrongly. The
+    warm-up rises to the value with which the schedule begins.
+    """
+    start, end = round(warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
+    marks = sorted(epoch * steps_per_epoch for epoch in step_epochs)
+    factor = SCHEDULES[schedule](max(step, start), start, end, marks, step_gamma)
+    return factor * (step + 1) / start if step < start else factor
+
+
+def build_scheduler(
+    optimizer: torch.optim.Optimizer, steps_per_epoch: int, *schedule: Any
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return the learning rate as a function of the global step; `schedule` as in lr_factor.
+
+    The global step counts consumed batches, skipped or not.
+    """
+    # A skipped first step counts too: torch would warn that the optimizer has made no step.
+    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(step, steps_per_epoch, *schedule)
+    )
+
+
+class StepGuard(torch.amp.GradScaler):
+    """A GradScaler that skips non-finite gradients at every precision, and counts the skips.
+
+    In float32 and bf16 the scale stays 1; only the check is used. The check comes after the
+    all-reduce, so all ranks skip the same steps. With a fused optimizer it stays on the device.
+    A skipped step changes no BatchNorm statistics either, where one NaN would stay for ever.
+
+    `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps since the last log
+    line; `in_a_row` counts consecutive ones, up to 10. All stay on the device.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, net: nn.Module) -> None:
-        self.fixed_scale = None if args.amp == "fp16" else 1.0
+    def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
+        self.fixed_scale = None if amp == "fp16" else 1.0
         super().__init__(device.type, init_scale=self.fixed_scale or 2.0**16)
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
-        kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # of two types
-        found = [[buffer.view(-1) for name, buffer in net.named_buffers() if name.endswith(kind)] for kind in kinds]
+        kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # of two dtypes
+        named = list(net.named_buffers())
+        found = [[buffer.view(-1) for name, buffer in named if name.endswith(k)] for k in kinds]
         self.statistics = [buffers for buffers in found if buffers]
         self.kept = [torch.cat(buffers) for buffers in self.statistics]
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Divide the gradient by the scale and return its norm, a 0-d tensor on the device."""
-        super().unscale_(optimizer)
-        return self.norm
-
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *others: Any) -> dict[torch.device, Tensor]:
+    def _unscale_grads_(self, optimizer: Any, *others: Any) -> dict[torch.device, Tensor]:
         found = None if self.fixed_scale == 1 else super()._unscale_grads_(optimizer, *others)
-        self.norm = nn.utils.get_total_norm(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        return found or {self.norm.device: 1 - self.norm.isfinite().float()}  # the norm tells too, without another pass over memory
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+        # The norm shows NaN and Inf too, without another pass over the memory.
+        return found or {self.norm.device: 1 - self.norm.isfinite().float()}
 
     def update(self) -> None:
-        found = [flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()]
+        states = self._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
         bad = (torch.stack(found).sum() > 0).float()
         self.skipped += bad
-        self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, (self.in_a_row + bad) * bad, self.in_a_row)
+        in_a_row = (self.in_a_row + bad) * bad
+        self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         for buffers, kept in zip(self.statistics, self.kept):
             torch.where(bad > 0, kept, torch.cat(buffers), out=kept)
             torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
         super().update(self.fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "skipped": self.skipped.item(), "in_a_row": self.in_a_row.item()}
+        counts = {"skipped": self.skipped.item(), "in_a_row": self.in_a_row.item()}
+        return {**super().state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counts; the network was restored before, and its statistics are kept."""
         super().load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
         for buffers, kept in zip(self.statistics, self.kept):
-            torch.cat(buffers, out=kept)  # of the network, which was restored before
+            torch.cat(buffers, out=kept)
 
 
 def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
@@ -389,10 +433,18 @@ def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
         nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)
 
 
-class NoAverage:
-    """Stands where no average of the weights is wanted."""
+# ------------------------------------------------------------------------- average of the weights
 
-    def update_parameters(self, net: nn.Module) -> None:
+
+class NoAverage:
+    """Stands in place of an average where none is wanted."""
+
+    n_averaged = 0
+
+    def after_step(self, net: nn.Module) -> None:
+        pass
+
+    def after_epoch(self, net: nn.Module, epoch: int) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
@@ -402,55 +454,119 @@ class NoAverage:
         pass
 
 
+class WeightAverage(AveragedModel):
+    """An average of the parameters; every other buffer is a copy of the network's.
+
+    kind "ema": exponential over steps, decay 0.99, of BatchNorm's statistics too.
+    kind "swa": mean over the ends of the last quarter of the epochs; see update_bn.
+
+    `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN,
+    and a large integer would be rounded.
+    """
+
+    def __init__(self, kind: str, net: nn.Module, epochs: int, decay: float = 0.99) -> None:
+        self_average = get_ema_multi_avg_fn(decay) if kind == "ema" else None
+        super().__init__(net, multi_avg_fn=self_average)
+        self.kind, self.epochs, self.decay = kind, epochs, decay
+        norms = batch_norms(self.module) if kind == "ema" else []
+        statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+        self.statistics = [buffer for buffer in statistics if buffer is not None]
+        parameters = enumerate(self.module.parameters())
+        self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
+
+    def after_step(self, net: nn.Module) -> None:
+        if self.kind == "ema":
+            self.update_parameters(net)
+
+    def after_epoch(self, net: nn.Module, epoch: int) -> None:
+        """Call it at the end of `epoch`; a second call for the same epoch does nothing."""
+        if self.kind == "swa" and self.n_averaged < swa_epochs(self.epochs, epoch + 1):
+            self.update_parameters(net)
+
+    @torch.no_grad()
+    def update_parameters(self, net: nn.Module) -> None:
+        started = int(self.n_averaged) > 0
+        before = [buffer.clone() for buffer in self.statistics]
+        super().update_parameters(net)  # copies every buffer
+        if started and before:
+            torch._foreach_lerp_(before, self.statistics, 1 - self.decay)
+            torch._foreach_copy_(self.statistics, before)
+        averages, parameters = list(self.module.parameters()), list(net.parameters())
+        for i in self.infinite:  # by design: the mean of two infinities would be NaN
+            finite = parameters[i].isfinite()
+            averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
+
+
+def swa_epochs(epochs: int, done: int) -> int:
+    """Return how many of the first `done` of all `epochs` SWA averages: of the last quarter."""
+    return max(0, done - epochs * 3 // 4)
+
+
+def build_average(kind: str, net: nn.Module, epochs: int) -> WeightAverage | NoAverage:
+    """Return the average for "none", "ema" or "swa" in a run of so many epochs."""
+    return NoAverage() if kind == "none" else WeightAverage(kind, net, epochs)
+
+
+@torch.no_grad()
+def update_bn(model: nn.Module, inputs: Iterable[Any], autocast: torch.autocast) -> None:
+    """Recompute BatchNorm's statistics as their mean over the given inputs.
+
+    Averaged weights (SWA) need it: no network ever ran with them in training mode. An input
+    whose statistics are not finite is left out, as a skipped step is in training.
+    """
+    train_mode(model)
+    norms = [norm for norm in batch_norms(model) if norm.training and norm.track_running_stats]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a mean over all inputs
+    buffers = [buffer for norm in norms for buffer in norm.buffers()]
+    for value in inputs:
+        before = [buffer.clone() for buffer in buffers]
+        with autocast:
+            model(value)
+        finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
+        for buffer, old in zip(buffers, before):
+            buffer.copy_(torch.where(finite, buffer, old))
+    for norm, momentum in zip(norms, momenta):
+        norm.momentum = momentum
+
+
+# ----------------------------------------------------------------------------------------- meters
+
+
 def different_names(some: Iterable[str], others: Iterable[str]) -> str:
-    """Say which metrics one batch has and another has not."""
+    """Return the message for metrics that only one of two batches has, or "" if there are none."""
     only = ", ".join(sorted(set(some) ^ set(others)))
-    return f"per_sample_metrics must return the same names for every batch; only some batches have {only}"
+    problem = "per_sample_metrics must return the same names for every batch"
+    return only and f"{problem}; only some batches have {only}"
 
 
 class Meter:
-    """Exact means of per-sample values: sums stay on the device, and nothing is synchronised before `mean`."""
+    """Exact means of per-sample values. The sums stay on the device until `mean` is called."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.dtype = device, torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+        self.device = device
+        self.dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
+        self.clear()
+
+    def clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.count = 0
 
     def add(self, **values: Tensor) -> None:
-        """Add one tensor [n] a name. Raises ValueError if a name is new, or missing: its mean would be over other samples."""
-        if self.sums and self.sums.keys() != values.keys():
-            raise ValueError(different_names(values, self.sums))
+        """Add one tensor [n] per name. Raises ValueError if the names or lengths differ."""
+        if self.sums and (problem := different_names(values, self.sums)):
+            raise ValueError(problem)
+        n = len(next(iter(values.values())))
         for name, value in values.items():
-            if value.dim() != 1 or len(value) != len(next(iter(values.values()))):
-                raise ValueError(f"{name} must be [n], one number a sample, as all of them; got {tuple(value.shape)}")
+            if value.dim() != 1 or len(value) != n:
+                shape = tuple(value.shape)
+                raise ValueError(f"{name} must be [n], one number per sample; got {shape}")
             self.sums[name] = self.sums.get(name, 0) + value.detach().sum(dtype=self.dtype)
-        self.count += len(value)
-
-    def clear(self) -> None:
-        self.sums, self.count = {}, 0
-
-    def restore(self, sums: dict[str, list[float]]) -> None:
-        """Go on from what `sums_of_ranks` returned: each rank from its own, or at another world size one rank from all of them."""
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-        mine = {name: of[rank] if len(of) == world_size else sum(of) * (rank == 0) for name, of in sums.items()}
-        self.count = int(mine.pop("count"))
-        self.sums = {name: torch.tensor(value, device=self.device, dtype=self.dtype) for name, value in mine.items()}
-
-    def _sums(self) -> tuple[list[str], Tensor]:
-        names = broadcast_object(list(self.sums))  # a rank whose shard is empty has seen no name
-        if self.sums and self.sums.keys() != set(names):
-            raise ValueError(different_names(self.sums, names))
-        zero = torch.zeros((), device=self.device, dtype=self.dtype)
-        return [*names, "count"], torch.stack([*(self.sums.get(name, zero) for name in names), zero + self.count])
-
-    def sums_of_ranks(self) -> dict[str, list[float]]:
-        """Return the sum of each name and the `count`, for each rank: from their total a resumed run would go on with other roundings."""
-        names, sums = self._sums()
-        ranks = [sums]
-        if is_distributed():
-            ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-            dist.all_gather(ranks, sums)
-        return dict(zip(names, torch.stack(ranks, 1).tolist()))
+        self.count += n
 
     def mean(self) -> dict[str, float]:
         """Return the mean of each name over all samples of all ranks, and their `count`."""
@@ -458,73 +574,75 @@ class Meter:
         *totals, count = reduce_value(sums, average=False).tolist()
         return {**{name: total / count for name, total in zip(names, totals)}, "count": int(count)}
 
+    def sums_of_ranks(self) -> dict[str, list[float]]:
+        """Return the sum of each name, and the `count`, for each rank.
 
-@torch.no_grad()
-def update_bn(run: Any, model: nn.Module, loader: DataLoader) -> None:
-    """Estimate BatchNorm's statistics for an SWA average, whose activations are those of no network in training, as training would.
+        A resumed run goes on from them: from their total it would round differently.
+        """
+        names, sums = self._sums()
+        ranks = [sums]
+        if dist.is_initialized():
+            ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+            dist.all_gather(ranks, sums)
+        return dict(zip(names, torch.stack(ranks, 1).tolist()))
 
-    Over the epoch's batches, cut as in training: without `--sync-bn` those of rank 0 count, as they do there. Call it before the evaluation
-    at the end of an epoch; elsewhere, and without SWA, it does nothing. `model` is the averaged network, or replicas of it with the loss.
-    """
-    if run.args.average != "swa" or not run.state.average.n_averaged or run.state.step < run.steps_per_epoch:
-        return
-    train_mode(model)
-    learning = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
-    norms = [(norm, norm.momentum) for norm in learning if norm.track_running_stats]
-    for norm, _ in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a mean over all batches
-    buffers = [buffer for norm, _ in norms for buffer in norm.buffers()]
-    run.sampler.set_position(run.state.epoch, 0)
-    rank = dist.get_rank() if is_distributed() else 0
-    for step, batch in enumerate(loader if norms else ()):
-        for i, (inputs, targets) in enumerate(split_batch(to_device(batch, run.device), run.args.accum_steps)):
-            seed_rng(run.args.seed, run.state.global_step + step, i, rank)  # dropout is at work
-            before = [buffer.clone() for buffer in buffers]
-            with autocast(run.args, run.device):
-                model(inputs, targets) if isinstance(model, nn.DataParallel) else model(inputs)
-            finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
-            for buffer, old in zip(buffers, before):  # a batch that has no statistics is left out, as in training
-                buffer.copy_(torch.where(finite, buffer, old))
-    for norm, momentum in norms:
-        norm.momentum = momentum
-    if is_distributed():
-        sync_buffers(model)
+    def restore(self, sums: dict[str, list[float]]) -> None:
+        """Go on from what `sums_of_ranks` returned; at another world size rank 0 takes all."""
+        same = len(sums["count"]) == get_world_size()
+        share = {
+            n: of[get_rank()] if same else sum(of) * (get_rank() == 0) for n, of in sums.items()
+        }
+        self.count = int(share.pop("count"))
+        tensor = {"device": self.device, "dtype": self.dtype}
+        self.sums = {name: torch.tensor(value, **tensor) for name, value in share.items()}
+
+    def _sums(self) -> tuple[list[str], Tensor]:
+        names = broadcast_object(list(self.sums))  # a rank without a sample has seen no name
+        if self.sums and (problem := different_names(self.sums, names)):
+            raise ValueError(problem)
+        zero = torch.zeros((), device=self.device, dtype=self.dtype)
+        values = [self.sums.get(name, zero) for name in names]
+        return [*names, "count"], torch.stack([*values, zero + self.count])
 
 
-class WeightAverage(AveragedModel):
-    """The average of the parameters, and with a decay of BatchNorm's statistics. Every other buffer is a copy of the network's.
-
-    `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN, and a large integer be rounded. Without a
-    decay it is the mean, and BatchNorm's statistics are estimated anew: see update_bn.
-    """
-
-    def __init__(self, net: nn.Module, decay: float | None) -> None:
-        super().__init__(net, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
-        self.decay = decay
-        norms = [module for module in self.module.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and decay is not None]
-        self.statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
-        self.infinite = [i for i, parameter in enumerate(self.module.parameters()) if became_non_finite(parameter, None)]
-
-    @torch.no_grad()
-    def update_parameters(self, net: nn.Module) -> None:
-        started, before = int(self.n_averaged) > 0, [buffer.clone() for buffer in self.statistics]
-        super().update_parameters(net)  # copies every buffer
-        if started and before:
-            torch._foreach_lerp_(before, self.statistics, 1 - self.decay)
-            torch._foreach_copy_(self.statistics, before)
-        averages, parameters = list(self.module.parameters()), list(net.parameters())
-        for i in self.infinite:  # by design: the mean of two infinities would be NaN
-            averages[i].copy_(torch.where(parameters[i].isfinite(), averages[i], parameters[i]))
+# ------------------------------------------------------------------------------- checkpoint files
 
 
-def swa_epochs(epochs: int, done: int) -> int:
-    """Return how many of the first `done` epochs `--average swa` averages in a run of `epochs`: those of the last quarter."""
-    return max(0, done - epochs * 3 // 4)
+def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a file that is always whole: after a crash, a kill or a full disk the old one stays."""
+    temporary = path.with_name(f".{path.name}.tmp")  # a rename is atomic within one file system
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())  # the data must be on the disk before the name points to it
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        reason = str(error).splitlines()[0]
+        problem = f"{path} could not be written (is the disk full?); the last good file stays"
+        raise OSError(f"{problem}: {reason}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.fsync(directory)  # and the name too
+    os.close(directory)
 
 
-def build_average(args: argparse.Namespace, net: nn.Module) -> AveragedModel | NoAverage:
-    """The average of the weights that `--average` names, updated after every step (ema) or every epoch of the last quarter (swa)."""
-    if args.average == "none":
-        return NoAverage()
-    return WeightAverage(net, 0.99 if args.average == "ema" else None)
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU. Raises UsageError if it is damaged, or another kind of file."""
+    try:
+        checkpoint = read_tensors(path)
+    except FileNotFoundError as error:
+        raise UsageError(f"--resume {path}: no such file") from error
+    except Exception as error:  # a truncated, damaged or hostile file raises almost anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        problem = f"damaged, or not a checkpoint ({reason}); name another file"
+        raise UsageError(f"--resume {path}: {problem}") from error
+    other = f"--resume {path}: not a checkpoint of this program"
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
+        raise UsageError(f"{other} (format {FORMAT})")
+    wrong = [name for name, kind in KEYS.items() if not isinstance(checkpoint.get(name), kind)]
+    wrong = wrong or [name for name, kind in KEYS.items() if kind is int and checkpoint[name] < 0]
+    if wrong:
+        raise UsageError(f"{other}: {', '.join(wrong)} missing or wrong")
+    return checkpoint

@@ -76,4 +76,4 @@ case $mode in
 esac
 cores=$(($(nproc) / devices)) # processes with all the cores each would fight for them, and torchrun would let each use one
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
-exec "$python" "$here/launch.py" "$devices" "$@"
+exec "$python" "$here/machinery/launch.py" "$devices" "$@"

@@ -1,11 +1,7 @@
-"""Train on N devices, one process each: `bash run.sh ddp N [options]`, or `torchrun --nproc-per-node N train_ddp.py [options]`."""
+"""Train on N devices, one process each: `bash run.sh ddp N`, or torchrun with train_ddp.py."""
 
-import signal
 import sys
 from argparse import Namespace
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 import torch.distributed as dist
@@ -15,90 +11,115 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import common
-from checkpoint import Run, State
-from replicas import convert_sync_batchnorm
+from machinery.check import check_run
+from machinery.options import parse_args
+from machinery.processes import leaves_no_trace, run_main, set_up_device
+from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
+from machinery.run import Run, State
+from machinery.stand_ins import convert_sync_batchnorm
+from machinery.tasks import Task, build_net, load_task
+from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
-def sync_on_last(model: nn.Module, micro_batches: list):  # the gradients of all micro-batches travel once, with the last
-    with model.no_sync():  # forward and backward of the others run in here
-        yield from micro_batches[:-1]
-    yield micro_batches[-1]
-
-
-def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, state: State, run: Run) -> None:
-    """Train from `state.step` to the end of the epoch; one batch of the loader is one optimizer step."""
+def train_one_epoch(
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
+) -> None:
+    """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
     for batch in run.batches(loader):
-        for i, (inputs, targets) in enumerate(sync_on_last(model, common.split_batch(batch, args.accum_steps))):
-            common.seed_rng(args.seed, state.global_step, i, dist.get_rank())  # every rank drops other units
-            with common.autocast(args, run.device):
+        for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+            model.require_backward_grad_sync = i == args.accum_steps - 1  # one all-reduce per step
+            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # other dropout masks
+            with common.autocast(run.device, args.amp):
                 losses = task.per_sample_loss(model(inputs), targets)
-            loss = losses.sum() * (dist.get_world_size() / args.batch_size)  # DDP's average divides by the world size
+            # DDP averages over ranks; this factor makes it the mean over the global batch.
+            loss = losses.sum() * (dist.get_world_size() / args.batch_size)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses)
-        grad_norm = state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient
-        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)
-        state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite
+        state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
+        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
+        state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-        run.end_step(grad_norm)
+        state.scheduler.step()
+        state.average.after_step(state.net)  # of --average ema
+        run.end_step(state.scaler.norm)
 
 
 @torch.no_grad()
-def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+def evaluate(
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, device: torch.device
+) -> dict[str, float]:
     """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
     model.eval()
     meter = common.Meter(device)
     for i, batch in enumerate(loader):
-        common.seed_evaluation(args.seed, i)  # what the task draws is the same in every mode
+        seed_evaluation(args.seed, i)  # a task that draws numbers draws the same in every mode
         inputs, targets = common.to_device(batch, device)
-        with common.autocast(args, device):
+        with common.autocast(device, args.amp):
             outputs = model(inputs)
-            meter.add(loss=task.per_sample_loss(outputs, targets), **task.per_sample_metrics(outputs, targets))
+            losses = task.per_sample_loss(outputs, targets)
+            meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
     return meter.mean()
 
 
-@record  # torchrun then shows the traceback of the rank that failed first
-@common.leaves_no_trace  # in a notebook, or whatever else calls it and goes on
+@record  # torchrun shows the traceback of the rank that failed first
+@leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
-    args = common.parse_args("ddp", argv)
-    common.check_run(args)
-    rank, local_rank, world_size = common.launcher_ranks()  # from torchrun's environment
-    device = common.set_up_device(args, local_rank)  # a device of its own, before anything is allocated
-    task = common.load_task(args)
+    args = parse_args("ddp", argv)
+    check_run(args)
+    rank, local_rank, world_size = ranks_from_env()  # set by torchrun
+    device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
+    task = load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    train_sampler = common.GlobalBatchSampler(args, train_set, rank, world_size)  # a piece
-    val_sampler = common.ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # unpadded
-    train_loader = common.build_loader(args, train_set, train_sampler, device)
-    val_loader = common.build_loader(args, val_set, val_sampler, device)
+    # This rank's slice of every global batch; of the evaluation set, every N-th batch, unpadded.
+    train_sampler = GlobalBatchSampler(
+        train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
+    )
+    val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)
+    loading = args.seed, args.workers, args.skip_corrupt
+    train_loader = build_loader(train_set, train_sampler, device, *loading)
+    val_loader = build_loader(val_set, val_sampler, device, *loading)
 
-    dist.init_process_group(common.backend(device), common.meeting_point(), common.timeout(args), world_size, rank)  # finds the others
-    net = common.build_net(args, task, device)
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics over the global batch
-    optimizer = common.build_optimizer(args, net)
-    scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
-    state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
-    run = Run(args, state, train_sampler, val_sampler, device)  # resumes
+    # Not before the loaders: they fork workers, and a fork beside communication threads may hang.
+    dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
+    net = build_net(args, task, device)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
+    lr = common.scale_lr(args.lr, args.scale_lr)
+    optimizer = common.build_optimizer(
+        net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
+    )
+    schedule = args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
+    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule)
+    scaler = common.StepGuard(args.amp, device, net)
+    average = common.build_average(args.average, net, args.epochs)
+    state = State(net, optimizer, scheduler, scaler, average)
+    run = Run(args, state, train_sampler, len(val_set), device)
+    run.resume()  # loads the checkpoint of --resume, if it is given
 
-    model = DistributedDataParallel(net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True)
-    common.compress_gradients(args, model, state.scaler)  # on slow links
-    common.repeat_first_backward(args, task, model, train_set, state)  # so that a resumed run is bitwise the same
+    model = DistributedDataParallel(
+        net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
+    )
+    common.compress_gradients(model, args.grad_compress, scaler)
+    common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)
     if args.compile:
         model.compile()
 
-    if args.eval_only:
-        common.update_bn(run, state.averaged(), train_loader)  # if it was saved before that was done
-        run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
-        return run.finish()
-    while state.epoch < args.epochs:
+    while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        common.sync_buffers(state.averaged())  # BatchNorm statistics of rank 0 for all; raises if the weights differ
-        run.save("last.pt")  # an interruption of the evaluation then loses nothing
-        common.update_bn(run, state.averaged(), train_loader)  # of an SWA average
-        run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
-    return run.finish()
+        common.sync_buffers(net)  # BatchNorm statistics of rank 0 for all
+        average.after_epoch(net, state.epoch)  # of --average swa
+        run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
+        eval_model = run.eval_model(train_loader)
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))
+    if args.eval_only:
+        eval_model = run.eval_model(train_loader)
+        run.log_eval(evaluate(args, task, eval_model, val_loader, device))
+    run.finish()
+    dist.destroy_process_group()  # all ranks are done
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(common.exit_code(main))
+    sys.exit(run_main(main))

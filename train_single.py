@@ -1,87 +1,106 @@
-"""Train on one device: `bash run.sh single [options]`, or `python train_single.py [options]`."""
+"""Train on one device: `bash run.sh single [options]`."""
 
-import signal
 import sys
 from argparse import Namespace
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: an end without a traceback
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import common
-from checkpoint import Run, State
+from machinery.check import check_run
+from machinery.options import parse_args
+from machinery.processes import leaves_no_trace, run_main, set_up_device
+from machinery.run import Run, State
+from machinery.tasks import Task, build_net, load_task
+from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
-def train_one_epoch(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, state: State, run: Run) -> None:
-    """Train from `state.step` to the end of the epoch; one batch of the loader is one optimizer step."""
+def train_one_epoch(
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
+) -> None:
+    """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
     for batch in run.batches(loader):
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
-            common.seed_rng(args.seed, state.global_step, i)
-            with common.autocast(args, run.device):
+            seed_rng(args.seed, state.global_step, i)
+            with common.autocast(run.device, args.amp):
                 losses = task.per_sample_loss(model(inputs), targets)
             loss = losses.sum() / args.batch_size
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses)
-        grad_norm = state.scaler.unscale_(state.optimizer)  # clipping and the check for NaN need the true gradient
-        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)
-        state.scaler.step(state.optimizer)  # does nothing if a gradient is not finite
+        state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
+        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
+        state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-        run.end_step(grad_norm)
+        state.scheduler.step()
+        state.average.after_step(state.net)  # of --average ema
+        run.end_step(state.scaler.norm)
 
 
 @torch.no_grad()
-def evaluate(args: Namespace, task: Namespace, model: nn.Module, loader: DataLoader, device: torch.device) -> dict[str, float]:
+def evaluate(
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, device: torch.device
+) -> dict[str, float]:
     """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
     model.eval()
     meter = common.Meter(device)
     for i, batch in enumerate(loader):
-        common.seed_evaluation(args.seed, i)  # what the task draws is the same in every mode
+        seed_evaluation(args.seed, i)  # a task that draws numbers draws the same in every mode
         inputs, targets = common.to_device(batch, device)
-        with common.autocast(args, device):
+        with common.autocast(device, args.amp):
             outputs = model(inputs)
-            meter.add(loss=task.per_sample_loss(outputs, targets), **task.per_sample_metrics(outputs, targets))
+            losses = task.per_sample_loss(outputs, targets)
+            meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
     return meter.mean()
 
 
-@common.leaves_no_trace  # in a notebook, or whatever else calls it and goes on
+@leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
-    args = common.parse_args("single", argv)
-    common.check_run(args)
-    device = common.set_up_device(args)
-    task = common.load_task(args)
+    args = parse_args("single", argv)
+    check_run(args)
+    device = set_up_device(args.device, args.deterministic)
+    task = load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    train_sampler = common.GlobalBatchSampler(args, train_set)
-    val_sampler = common.ShardSampler(len(val_set), args.eval_batch_size)
-    train_loader = common.build_loader(args, train_set, train_sampler, device)
-    val_loader = common.build_loader(args, val_set, val_sampler, device)
+    train_sampler = GlobalBatchSampler(
+        train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
+    )
+    val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
+    loading = args.seed, args.workers, args.skip_corrupt
+    train_loader = build_loader(train_set, train_sampler, device, *loading)
+    val_loader = build_loader(val_set, val_sampler, device, *loading)
 
-    net = common.build_net(args, task, device)
-    optimizer = common.build_optimizer(args, net)
-    scheduler = common.build_scheduler(args, optimizer, train_sampler.steps_per_epoch)
-    state = State(net, optimizer, scheduler, common.Scaler(args, device, net), common.build_average(args, net))
-    run = Run(args, state, train_sampler, val_sampler, device)  # resumes
+    net = build_net(args, task, device)
+    lr = common.scale_lr(args.lr, args.scale_lr)
+    optimizer = common.build_optimizer(
+        net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
+    )
+    schedule = args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
+    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule)
+    scaler = common.StepGuard(args.amp, device, net)
+    average = common.build_average(args.average, net, args.epochs)
+    state = State(net, optimizer, scheduler, scaler, average)
+    run = Run(args, state, train_sampler, len(val_set), device)
+    run.resume()  # loads the checkpoint of --resume, if it is given
 
     model = net
     if args.compile:
         model.compile()
 
-    if args.eval_only:
-        common.update_bn(run, state.averaged(), train_loader)  # if it was saved before that was done
-        run.log_eval(evaluate(args, task, state.averaged(), val_loader, device))
-        return run.finish()
-    while state.epoch < args.epochs:
+    while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        run.save("last.pt")  # an interruption of the evaluation then loses nothing
-        common.update_bn(run, state.averaged(), train_loader)  # of an SWA average
-        run.end_epoch(evaluate(args, task, state.averaged(), val_loader, device))
-    return run.finish()
+        average.after_epoch(net, state.epoch)  # of --average swa
+        run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
+        eval_model = run.eval_model(train_loader)
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))
+    if args.eval_only:
+        eval_model = run.eval_model(train_loader)
+        run.log_eval(evaluate(args, task, eval_model, val_loader, device))
+    run.finish()
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(common.exit_code(main))
+    sys.exit(run_main(main))

@@ -14,29 +14,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps the files of failed tests
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="train-tests-")  # a process that is killed leaves files
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
+    )  # where pytest keeps the files of failed tests
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(
+        prefix="train-tests-"
+    )  # a process that is killed leaves files
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of checkpoint.py, which stands still until the test moves it."""
+    """The clock of machinery/run.py, which stands still until the test moves it."""
     import runs
 
-    import checkpoint
+    import machinery.run
 
     clock = runs.Clock()
-    monkeypatch.setattr(checkpoint, "time", clock)
+    monkeypatch.setattr(machinery.run, "time", clock)
     return clock
 
 
 @pytest.fixture
 def handlers():
     """Put back the answers to signals that a Run in this process takes over."""
-    import options
+    import machinery.processes
 
-    before = {number: signal.getsignal(number) for number in options.SIGNALS}
+    before = {number: signal.getsignal(number) for number in machinery.processes.SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -51,7 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def no_accelerator() -> str:
         return "" if torch.accelerator.is_available() else "needs an accelerator"
 
-    for marker, missing in (("gpu", no_accelerator), ("slurm", slurm.missing), ("netns", nodes.missing)):
+    for marker, missing in (
+        ("gpu", no_accelerator),
+        ("slurm", slurm.missing),
+        ("netns", nodes.missing),
+    ):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else ""
         for item in marked if reason else ():
@@ -59,4 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the scripts have changed when they were imported
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which the scripts have changed when they were imported

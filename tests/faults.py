@@ -1,8 +1,9 @@
 """Break training runs on purpose and compare what they end with: `bash run.sh faults [--trials N] [--seed S] [--only FAULT] [--trial K]`.
 
 A trial starts `bash run.sh MODE N ...`, inflicts one fault at a random instant, looks at how the run ends, and starts the same command line
-again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once. If a trial is
-lost, the program ends with exit code 1 and keeps its folder.
+again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once. A damaged last.pt
+must be refused by its name; then the same is asked of a run that goes on from best.pt. If a trial is lost, the program ends with exit
+code 1 and keeps its folder.
 """
 
 from __future__ import annotations
@@ -34,24 +35,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from launches import ROOT, Launch, marked, send
 
-import loading
+import sampling
 
 EPOCHS, BATCH, SAMPLES = 6, 15, 203
 STEPS = SAMPLES // BATCH
-BASE = [*f"--epochs {EPOCHS} --batch-size {BATCH} --save-every 5 --log-every 3 --warmup-epochs 1 --lr 0.05".split()]
+BASE = [
+    *f"--epochs {EPOCHS} --batch-size {BATCH} --save-every 5 --log-every 3 --warmup-epochs 1 --lr 0.05".split()
+]
 BASE += ["--dtype", "float64", "--average", "ema", "--clip-grad-norm", "1", "--resume", "auto"]
-DIGITS = ["--task", "tests/tasks/faulty.py"]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
+DIGITS = [
+    "--task",
+    "tests/tasks/faulty.py",
+]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
 IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
 VARIATIONS = [[], ["--average", "swa"], ["--balanced"]]
 LIMIT = 240  # seconds that any launch may take
 SIDE_BY_SIDE = 3  # trials: much of each is waiting
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
-SMALL_DISK, SMALL_FILE = "size=1m", 40_000  # holds all files of a run; smaller than a checkpoint, larger than a log
+SMALL_DISK, SMALL_FILE = (
+    "size=1m",
+    40_000,
+)  # holds all files of a run; smaller than a checkpoint, larger than a log
 
 ONE = [("single", 1), ("dp", 2)]
 SEVERAL = [("ddp", 2), ("ddp", 3), ("spawn", 2), ("spawn", 3)]
 EVERY = [*ONE, ("ddp", 1), *SEVERAL]
-CODES = {signal.SIGTERM: {143}, signal.SIGINT: {130}, signal.SIGUSR1: {0, 138}}  # 138: nothing was there to be saved yet
+CODES = {
+    signal.SIGTERM: {143},
+    signal.SIGINT: {130},
+    signal.SIGUSR1: {0, 138},
+}  # 138: nothing was there to be saved yet
 FAILURE = set(range(1, 256))
 
 
@@ -117,8 +130,8 @@ class Watch:
 
 
 def kill_in_save(trial: Trial, launch: Launch) -> bool:
-    """The temporary files of last.pt, best.pt and previous.pt come about 50 times in a run; a save takes a few milliseconds."""
-    hit = trial.watch.count(b".pt.tmp", launch, trial.rng.randint(1, 50))
+    """The temporary files of last.pt and best.pt come about 30 times in a run; a save takes a few milliseconds."""
+    hit = trial.watch.count(b".pt.tmp", launch, trial.rng.randint(1, 30))
     trial.logged = trial.steps_logged()  # all of them, if the run saved its best less often
     delay, start = trial.rng.choice([0, 0.001, 0.004]), time.monotonic()
     while time.monotonic() - start < delay:
@@ -127,9 +140,15 @@ def kill_in_save(trial: Trial, launch: Launch) -> bool:
     return hit
 
 
-def kill_and_damage(damage: Callable[[random.Random, bytes], bytes], trial: Trial, launch: Launch) -> bool:
-    """Kill the run at an instant at which it has a checkpoint to fall back to, and damage last.pt."""
-    trial.watch.count(b"previous.pt", launch, 2)
+def kill_and_damage(
+    damage: Callable[[random.Random, bytes], bytes], trial: Trial, launch: Launch
+) -> bool:
+    """Kill the run at an instant at which it has a best.pt to go on from too, and damage last.pt."""
+    while not (trial.output / "best.pt").exists():
+        expect(
+            launch.alive_at(time.monotonic() - launch.start + 0.05),
+            "the run ended without a best.pt",
+        )
     begin = time.monotonic() - launch.start
     trial.instant = begin + trial.fraction * (trial.reference.seconds - begin)
     signal_all(signal.SIGKILL, trial, launch)
@@ -185,13 +204,17 @@ def make_read_only(trial: Trial, launch: Launch) -> bool:
     signal_all(signal.SIGKILL, trial, launch)
     launch.end(LIMIT)
     deadline = time.monotonic() + 10
-    while subprocess.run(["mount", "-o", "remount,ro", trial.output], stderr=subprocess.PIPE).returncode:
+    while subprocess.run(
+        ["mount", "-o", "remount,ro", trial.output], stderr=subprocess.PIPE
+    ).returncode:
         expect(time.monotonic() < deadline, "the folder could not be made read-only")
         time.sleep(0.05)  # a last thread of what was killed still has the log open
     trial.repairs.callback(subprocess.run, ["mount", "-o", "remount,rw", trial.output], check=True)
     with trial.start("read-only") as again:
         code = again.end(LIMIT)
-        assert code == 2 and re.search("[Rr]ead-only", again.errors()), f"exit code {code} in a read-only folder: {again.errors()}"
+        assert code == 2 and re.search("[Rr]ead-only", again.errors()), (
+            f"exit code {code} in a read-only folder: {again.errors()}"
+        )
     return True
 
 
@@ -200,12 +223,16 @@ def start_second_run(trial: Trial, launch: Launch) -> bool:
     hit = trial.watch.count(b".pt.tmp", launch, 1) and trial.comes(launch)
     if hit:
         send(launch.processes(), signal.SIGSTOP)
-        over = (load(trial.output / "last.pt") or {}).get("epoch") == EPOCHS  # and perhaps no longer holds the lock
+        over = (load(trial.output / "last.pt") or {}).get(
+            "epoch"
+        ) == EPOCHS  # and perhaps no longer holds the lock
         with trial.start("second") as second:
             code = second.end(LIMIT)
             send(launch.processes(), signal.SIGCONT)
             if not over:
-                assert code == 2 and "another run is writing there" in second.errors(), f"exit code {code} of the second: {second.errors()}"
+                assert code == 2 and "another run is writing there" in second.errors(), (
+                    f"exit code {code} of the second: {second.errors()}"
+                )
     return hit
 
 
@@ -248,11 +275,17 @@ class Fault(NamedTuple):
     prepare: Callable[[Trial], None] = lambda trial: None
     workers: int | None = None  # None: drawn
     options: list[str] = DIGITS
-    resumed: str = ""  # what the next launch says on stderr, a pattern
+    damaged: frozenset[int] = (
+        frozenset()
+    )  # codes of the next launch if last.pt is damaged: 2, or 0 if that does no harm
 
 
 def signals() -> list[Fault]:
-    targets = {"the launcher": signal_launcher, "one rank": signal_rank, "all processes": signal_all}
+    targets = {
+        "the launcher": signal_launcher,
+        "one rank": signal_rank,
+        "all processes": signal_all,
+    }
     return [
         Fault(f"{number.name} to {target}", functools.partial(inflict, number), codes, number.name)
         for number, codes in CODES.items()
@@ -261,28 +294,85 @@ def signals() -> list[Fault]:
 
 
 KILLED = "SIGKILL|[Ss]ignal 9|exit ?code: -9"
-FALLBACK = "last.pt: damaged.*falling back"
 FAULTS = [
     Fault("SIGKILL to all processes", functools.partial(signal_all, signal.SIGKILL), {137}),
     Fault("SIGKILL within a save", kill_in_save, {137}, prepare=watch),
-    Fault("SIGKILL to one rank", functools.partial(signal_rank, signal.SIGKILL), FAILURE, KILLED, SEVERAL),
+    Fault(
+        "SIGKILL to one rank",
+        functools.partial(signal_rank, signal.SIGKILL),
+        FAILURE,
+        KILLED,
+        SEVERAL,
+    ),
     Fault("SIGKILL to the launcher", functools.partial(signal_launcher, signal.SIGKILL), {137}),
     *signals(),
-    Fault("exception in a rank", in_the_task, FAILURE, "RuntimeError: broken in the loss", task="raises"),
-    Fault("sys.exit(0) in a rank", in_the_task, FAILURE, "exit", task="leaves with 0"),
-    Fault("os._exit(1) in a rank", in_the_task, FAILURE, "exit ?code:? 1", SEVERAL, task="dies with 1"),
-    Fault("a rank hangs", in_the_task, FAILURE, "[Tt]imed? ?out", SEVERAL, task="stops", options=[*DIGITS, "--timeout", "10"]),
-    Fault("NaN loss, then killed or stopped", kill_or_stop, {137, 143}, task="NaN loss", always=True),
-    Fault("NaN input, then killed or stopped", kill_or_stop, {137, 143}, task="NaN input", always=True),
-    Fault("exception in a loader worker", in_the_task, FAILURE, "broken in a loader worker", task="worker raises", workers=2),
-    Fault("SIGKILL to a loader worker", kill_worker, FAILURE, "DataLoader worker .* (killed|exited)|check .* ended with -9", workers=2),
+    Fault(
+        "exception in a rank",
+        in_the_task,
+        FAILURE,
+        "RuntimeError: broken in the loss",
+        task="raises",
+    ),
+    Fault(
+        "sys.exit(0) in a rank", in_the_task, FAILURE, "left before its end", task="leaves with 0"
+    ),
+    Fault(
+        "os._exit(1) in a rank", in_the_task, FAILURE, "exit ?code:? 1", SEVERAL, task="dies with 1"
+    ),
+    Fault(
+        "a rank hangs",
+        in_the_task,
+        FAILURE,
+        "[Tt]imed? ?out",
+        SEVERAL,
+        task="stops",
+        options=[*DIGITS, "--timeout", "10"],
+    ),
+    Fault(
+        "NaN loss, then killed or stopped", kill_or_stop, {137, 143}, task="NaN loss", always=True
+    ),
+    Fault(
+        "NaN input, then killed or stopped", kill_or_stop, {137, 143}, task="NaN input", always=True
+    ),
+    Fault(
+        "exception in a loader worker",
+        in_the_task,
+        FAILURE,
+        "broken in a loader worker",
+        task="worker raises",
+        workers=2,
+    ),
+    Fault(
+        "SIGKILL to a loader worker",
+        kill_worker,
+        FAILURE,
+        "DataLoader worker .* (killed|exited)|BrokenProcessPool",
+        workers=2,
+    ),
     Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
     Fault("file size limit", limit_file_size, FAILURE, "File too large"),
     Fault("read-only folder", make_read_only, {137}, prepare=mount),
-    Fault("last.pt truncated", functools.partial(kill_and_damage, truncate), {137}, prepare=watch, resumed=FALLBACK),
-    Fault("last.pt with a flipped bit", functools.partial(kill_and_damage, flip_bit), {137}, prepare=watch),
+    Fault(
+        "last.pt truncated",
+        functools.partial(kill_and_damage, truncate),
+        {137},
+        damaged=frozenset({2}),
+    ),
+    Fault(
+        "last.pt with a flipped bit",
+        functools.partial(kill_and_damage, flip_bit),
+        {137},
+        damaged=frozenset({0, 2}),
+    ),
     Fault("a second run in the folder", start_second_run, {0}, prepare=watch),
-    Fault("damaged image", damage_image, FAILURE, "set by the fault", prepare=make_images, options=IMAGES),
+    Fault(
+        "damaged image",
+        damage_image,
+        FAILURE,
+        "set by the fault",
+        prepare=make_images,
+        options=IMAGES,
+    ),
 ]
 
 
@@ -307,12 +397,20 @@ class Trial:
         self.mode, self.n = self.rng.choice(fault.places)
         self.workers = self.rng.choice([0, 2]) if fault.workers is None else fault.workers
         self.fraction = self.rng.random()  # of an undisturbed run's duration
-        self.place = sample_at(self.rng.randrange(EPOCHS), self.rng.randrange(STEPS * BATCH))  # any step, any rank
+        self.place = sample_at(
+            self.rng.randrange(EPOCHS), self.rng.randrange(STEPS * BATCH)
+        )  # any step, any rank
         other = {"ddp": "spawn", "spawn": "ddp"}.get(self.mode, self.mode)  # numerically the same
         self.resume_mode = other if self.rng.random() < 0.3 else self.mode
-        self.options = [*fault.options, *self.rng.choice(VARIATIONS[:2] if fault.task else VARIATIONS)]  # the marked sample must be drawn
+        self.options = [
+            *fault.options,
+            *self.rng.choice(VARIATIONS[:2] if fault.task else VARIATIONS),
+        ]  # the marked sample must be drawn
         self.folder = campaign.folder / f"trial-{number}"
-        self.output, self.logged = self.folder / "run", 0  # the last step in its log when the fault came
+        self.output, self.logged = (
+            self.folder / "run",
+            0,
+        )  # the last step in its log when the fault came
         self.repairs, self.cleanup = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __str__(self) -> str:
@@ -326,10 +424,20 @@ class Trial:
         once = {} if self.fault.always else {"FAULT_ONCE": str(self.folder / "once")}
         return {"FAULT": self.fault.task, "FAULT_AT": self.place, **once}
 
-    def start(self, name: str, mode: str = "") -> Launch:
+    def start(self, name: str, mode: str = "", *more: str) -> Launch:
         data = ["--data-dir", str(self.folder / "images")] if self.fault.options == IMAGES else []
-        options = [*self.options, *data, "--workers", str(self.workers), "--output-dir", str(self.output)]
-        return self.campaign.launch(self.folder / name, mode or self.mode, self.n, options, self.environment())
+        options = [
+            *self.options,
+            *data,
+            "--workers",
+            str(self.workers),
+            "--output-dir",
+            str(self.output),
+            *more,
+        ]
+        return self.campaign.launch(
+            self.folder / name, mode or self.mode, self.n, options, self.environment()
+        )
 
     def run(self) -> str:
         """Return the column of the table that it belongs to: survived, or after the end."""
@@ -340,12 +448,26 @@ class Trial:
             self.fault.prepare(self)
             with self.repairs:
                 late = self.disturb()
-            with self.start("resume", self.resume_mode) as launch:
+            with self.start("resume", self.resume_mode, *self.other_checkpoint()) as launch:
                 code = launch.end(LIMIT)
                 expect(code == 0, f"exit code {code} of the resumed run")
-                expect(late or bool(re.search(self.fault.resumed, launch.errors())), f"the resumed run does not say {self.fault.resumed}")
             self.compare()
         return "after the end" if late else "survived"
+
+    def other_checkpoint(self) -> list[str]:
+        """Start the run with a damaged last.pt; return the option by which the user goes on if that is refused."""
+        if not self.fault.damaged:
+            return []
+        with self.start("damaged") as launch:
+            code, errors = launch.end(LIMIT), launch.errors()
+        expect(code in self.fault.damaged, f"exit code {code} with a damaged last.pt")
+        if code == 0:
+            return []
+        expect(
+            f"{self.output / 'last.pt'}: damaged" in errors and "Traceback" not in errors,
+            "the damaged file is not named",
+        )
+        return ["--resume", str(self.output / "best.pt")]
 
     def comes(self, launch: Launch) -> bool:
         """Wait for the trial's instant; return whether the launch still runs then."""
@@ -355,7 +477,14 @@ class Trial:
 
     def steps_logged(self) -> int:
         path = self.output / "metrics.jsonl"
-        return max([int(step) for step in re.findall(r'"global_step": (\d+)', path.read_text())], default=0) if path.exists() else 0
+        return (
+            max(
+                [int(step) for step in re.findall(r'"global_step": (\d+)', path.read_text())],
+                default=0,
+            )
+            if path.exists()
+            else 0
+        )
 
     def disturb(self) -> bool:
         """Launch, inflict, and check how it ends; return whether the run was done before the fault could matter."""
@@ -365,19 +494,34 @@ class Trial:
         checkpoint = load(self.output / "last.pt")
         done = code == 0 and checkpoint is not None and checkpoint["epoch"] == EPOCHS
         expect(done or hit, f"exit code {code} though nothing happened to it")
-        begun = (self.output / "metrics.jsonl").exists()
+        begun = self.steps_logged() > 0
         at_rank = getattr(self.fault.inflict, "func", None) is signal_rank
         killed = code == 1 and at_rank and not begun  # a rank that does not listen to signals yet
         expect(done or killed or code in self.fault.codes, f"exit code {code}")
         if self.fault.codes <= {0, 130, 138, 143}:
-            expect(killed or "Traceback" not in errors, "a traceback, though it was only asked to stop")
+            importing = (
+                130 in self.fault.codes and not begun and "KeyboardInterrupt" in errors
+            )  # torch, which takes seconds
+            expect(
+                killed or importing or "Traceback" not in errors,
+                "a traceback, though it was only asked to stop",
+            )
         if code and self.fault.codes == FAILURE:
             cause = "\n".join(errors.splitlines()[-LAST_LINES:])
-            early = "failed before the first checkpoint" in cause  # says that the cause stands above
-            expect(bool(re.search(self.cause, errors if early else cause)), f"the last lines of stderr do not name the cause, {self.cause}")
-        if done and (self.fault.codes == {0} or (self.fault.codes == FAILURE and self.mode == "ddp")):
-            return not hit  # it was not to end; or ranks failed, were started again, and went on to the end
-        expect(not done or self.logged >= self.reference.last_epoch, f"nothing came of the fault, at step {self.logged}")
+            expect(
+                bool(re.search(self.cause, cause)),
+                f"the last lines of stderr do not name the cause, {self.cause}",
+            )
+        if done and (
+            self.fault.codes == {0} or (self.fault.codes == FAILURE and self.mode == "ddp")
+        ):
+            return (
+                not hit
+            )  # it was not to end; or ranks failed, were started again, and went on to the end
+        expect(
+            not done or self.logged >= self.reference.last_epoch,
+            f"nothing came of the fault, at step {self.logged}",
+        )
         return done
 
     def compare(self) -> None:
@@ -386,16 +530,30 @@ class Trial:
         for name in ("last.pt", "best.pt"):
             ours, theirs = load(self.output / name), load(self.reference.output / name)
             expect(ours is not None, f"no {name}")
-            parts = [part for part in theirs if part != "config" and (name == "last.pt" or part != "log")]
-            different = [where for part in parts for where in differences(ours.get(part), theirs[part], part)]
-            expect(not different, f"{name} differs from the undisturbed run's: {', '.join(different[:5])}")
-        ours, theirs = (log_lines(folder / "metrics.jsonl") for folder in (self.output, self.reference.output))
-        expect(ours == theirs, f"metrics.jsonl differs from the undisturbed run's: {len(ours)} lines and {len(theirs)}")
+            parts = [
+                part for part in theirs if part != "config" and (name == "last.pt" or part != "log")
+            ]
+            different = [
+                where for part in parts for where in differences(ours.get(part), theirs[part], part)
+            ]
+            expect(
+                not different,
+                f"{name} differs from the undisturbed run's: {', '.join(different[:5])}",
+            )
+        ours, theirs = (
+            log_lines(folder / "metrics.jsonl") for folder in (self.output, self.reference.output)
+        )
+        expect(
+            ours == theirs,
+            f"metrics.jsonl differs from the undisturbed run's: {len(ours)} lines and {len(theirs)}",
+        )
 
 
 def sample_at(epoch: int, place: int) -> str:
     """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(loading.mix(0, epoch)))  # as GlobalBatchSampler draws it
+    order = torch.randperm(
+        SAMPLES, generator=torch.Generator().manual_seed(sampling.splitmix64(0, epoch))
+    )  # as GlobalBatchSampler draws it
     return f"{epoch}:{order[place]}"
 
 
@@ -413,7 +571,10 @@ def write_images(folder: Path) -> None:
             (folder / part / f"class{label}").mkdir(parents=True)
             for i in range(count):
                 image = torch.randint(0, 128, (3, 12, 12), generator=generator) + 100 * label
-                write_jpeg(image.to(torch.uint8), str(folder / part / f"class{label}" / f"{part}-{label}-{i}.jpg"))
+                write_jpeg(
+                    image.to(torch.uint8),
+                    str(folder / part / f"class{label}" / f"{part}-{label}-{i}.jpg"),
+                )
 
 
 def differences(ours: Any, theirs: Any, where: str) -> list[str]:
@@ -421,18 +582,28 @@ def differences(ours: Any, theirs: Any, where: str) -> list[str]:
     if isinstance(theirs, dict):
         if not isinstance(ours, dict) or ours.keys() != theirs.keys():
             return [where]
-        return [place for key in theirs for place in differences(ours[key], theirs[key], f"{where}.{key}")]
+        return [
+            place
+            for key in theirs
+            for place in differences(ours[key], theirs[key], f"{where}.{key}")
+        ]
     if isinstance(theirs, list):
         if not isinstance(ours, list) or len(ours) != len(theirs):
             return [where]
-        return [place for i, (a, b) in enumerate(zip(ours, theirs)) for place in differences(a, b, f"{where}.{i}")]
+        return [
+            place
+            for i, (a, b) in enumerate(zip(ours, theirs))
+            for place in differences(a, b, f"{where}.{i}")
+        ]
     same = torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
     return [] if same else [where]
 
 
 def log_lines(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "images_per_s"} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name != "images_per_s"} for line in lines
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- the campaign
@@ -456,14 +627,25 @@ class Campaign:
         self.references: dict[tuple, Reference] = {}
         self.locks: dict[tuple, threading.Lock] = {}
 
-    def launch(self, folder: Path, mode: str, n: int, options: list[str], environment: dict[str, str]) -> Launch:
+    def launch(
+        self, folder: Path, mode: str, n: int, options: list[str], environment: dict[str, str]
+    ) -> Launch:
         if self.stopping:
             raise KeyboardInterrupt
         folder.mkdir(parents=True)
         path = f"{self.project / 'tests' / 'tasks'}:{os.environ.get('PYTHONPATH', '')}"
         command = ["bash", "run.sh", mode, str(n), *BASE]
         with open(folder / "out", "w") as out:
-            return Launch(command, folder, *options, root=self.project, stdout=out, PYTHONPATH=path, FAULT_PACE="0.05", **environment)
+            return Launch(
+                command,
+                folder,
+                *options,
+                root=self.project,
+                stdout=out,
+                PYTHONPATH=path,
+                FAULT_PACE="0.05",
+                **environment,
+            )
 
     def reference(self, trial: Trial) -> Reference:
         """The undisturbed run of the trial's mode, made once."""
@@ -473,25 +655,46 @@ class Campaign:
         with self.locks.setdefault(key, threading.Lock()):
             if key not in self.references:
                 folder = self.folder / f"reference-{len(self.locks)}-{trial.mode}-{trial.n}"
-                options = [*trial.options, *images, "--workers", "0", "--output-dir", str(folder / "run")]
+                options = [
+                    *trial.options,
+                    *images,
+                    "--workers",
+                    "0",
+                    "--output-dir",
+                    str(folder / "run"),
+                ]
                 with self.launch(folder, trial.mode, trial.n, options, environment) as launch:
                     code = launch.end(LIMIT)
                     seconds = time.monotonic() - launch.start
-                    expect(code == 0, f"exit code {code} of the undisturbed run: {launch.errors()[-2000:]}")
+                    expect(
+                        code == 0,
+                        f"exit code {code} of the undisturbed run: {launch.errors()[-2000:]}",
+                    )
                 lines = log_lines(folder / "run" / "metrics.jsonl")
                 skipped = sum(line.get("skipped", 0) for line in lines)
-                expect(skipped == bool(environment), f"{skipped} steps skipped in the undisturbed run")
+                expect(
+                    skipped == bool(environment), f"{skipped} steps skipped in the undisturbed run"
+                )
                 saved = load(folder / "run" / "last.pt") or {"epoch": 0}
-                expect(saved["epoch"] == EPOCHS, f"the undisturbed run has saved only {saved['epoch']} epochs: {launch.errors()[-500:]}")
+                expect(
+                    saved["epoch"] == EPOCHS,
+                    f"the undisturbed run has saved only {saved['epoch']} epochs: {launch.errors()[-500:]}",
+                )
                 self.references[key] = Reference(
-                    folder / "run", seconds, [line["global_step"] for line in lines if line["event"] == "eval"][-2]
+                    folder / "run",
+                    seconds,
+                    [line["global_step"] for line in lines if line["event"] == "eval"][-2],
                 )
         return self.references[key]
 
     def run(self, trials: list[Trial]) -> None:
         """Run the trials, some side by side; print a line for each; put each with its column into `results`."""
-        unwanted = shutil.ignore_patterns(".git", ".*_cache", "__pycache__", ".venv", "runs", "shared")
-        shutil.copytree(ROOT, self.project, ignore=unwanted)  # so that all trials try the same code, whoever edits it meanwhile
+        unwanted = shutil.ignore_patterns(
+            ".git", ".*_cache", "__pycache__", ".venv", "runs", "shared"
+        )
+        shutil.copytree(
+            ROOT, self.project, ignore=unwanted
+        )  # so that all trials try the same code, whoever edits it meanwhile
         if any(trial.fault.options == IMAGES for trial in trials):
             write_images(self.images)
         executor = ThreadPoolExecutor(SIDE_BY_SIDE)
@@ -500,7 +703,10 @@ class Campaign:
             for future in as_completed(futures):
                 trial, (column, seconds, message) = futures[future], future.result()
                 self.results.append((trial, column))
-                print(f"{len(self.results):4}  trial {trial.number:<4} {column:14} {seconds:5.0f} s  {trial}", flush=True)
+                print(
+                    f"{len(self.results):4}  trial {trial.number:<4} {column:14} {seconds:5.0f} s  {trial}",
+                    flush=True,
+                )
                 if message:
                     print(message, flush=True)
         finally:
@@ -517,9 +723,14 @@ class Campaign:
             column, message = trial.run(), ""
             shutil.rmtree(trial.folder)
         except Exception as error:
-            column, message = "lost", f"{type(error).__name__}: {error}\n  kept in {trial.folder}; again with: {again(trial)}"
+            column, message = (
+                "lost",
+                f"{type(error).__name__}: {error}\n  kept in {trial.folder}; again with: {again(trial)}",
+            )
             for path in sorted(trial.folder.glob("*/err")):
-                message += f"\n  {path.parent.name}:" + "".join(f"\n    {line}" for line in path.read_text().splitlines()[-LAST_LINES:])
+                message += f"\n  {path.parent.name}:" + "".join(
+                    f"\n    {line}" for line in path.read_text().splitlines()[-LAST_LINES:]
+                )
         return column, time.monotonic() - start, message
 
 
@@ -531,7 +742,12 @@ def choose(seed: int, trials: int, only: str | None) -> list[Fault]:
     """Return the faults of trials 0, 1, ...: all of them in random order, then all of them again."""
     chosen = []
     while len(chosen) < trials:
-        faults = [fault for fault in FAULTS if fault.name == only or (only is None and (fault.prepare is not mount or os.geteuid() == 0))]
+        faults = [
+            fault
+            for fault in FAULTS
+            if fault.name == only
+            or (only is None and (fault.prepare is not mount or os.geteuid() == 0))
+        ]
         chosen += random.Random(f"{seed}-{len(chosen)}").sample(faults, len(faults))
     return chosen[:trials]
 
@@ -551,14 +767,31 @@ def table(results: list[tuple[Trial, str]]) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="faults.py", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--trials", type=int, default=100, metavar="N", help="how many (default 100, which cover each fault several times)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
-    parser.add_argument("--only", choices=[fault.name for fault in FAULTS], metavar="FAULT", help="one fault, by its name in the table")
-    parser.add_argument("--trial", type=int, metavar="K", help="only the trial with this number, from 0")
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=100,
+        metavar="N",
+        help="how many (default 100, which cover each fault several times)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of everything that is drawn"
+    )
+    parser.add_argument(
+        "--only",
+        choices=[fault.name for fault in FAULTS],
+        metavar="FAULT",
+        help="one fault, by its name in the table",
+    )
+    parser.add_argument(
+        "--trial", type=int, metavar="K", help="only the trial with this number, from 0"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table here")
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up then too
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored, by all that is launched too
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background it would be ignored, by all that is launched too
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     campaign = Campaign(args.seed, folder)
@@ -576,9 +809,14 @@ def main(argv: list[str] | None = None) -> int:
     print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     print("\n".join(f"| {' | '.join(map(str, row.values()))} |" for row in rows))
     total = rows[-1]
-    print(f"\n{total['survived']} of {total['trials']} survived, {total['lost']} lost; seed {args.seed}, {seconds / 60:.1f} minutes")
+    print(
+        f"\n{total['survived']} of {total['trials']} survived, {total['lost']} lost; seed {args.seed}, {seconds / 60:.1f} minutes"
+    )
     if args.json:
-        args.json.write_text(json.dumps({"seed": args.seed, "seconds": round(seconds), "rows": rows}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"seed": args.seed, "seconds": round(seconds), "rows": rows}, indent=1)
+            + "\n"
+        )
     return 1 if rows[-1]["lost"] or rows[-1]["trials"] < len(numbers) else 0
 
 

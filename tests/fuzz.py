@@ -49,12 +49,13 @@ import fuzzed
 import harness
 import torch
 from equivalence import pieces
+from harness import keyed
 from pitfalls import after_step, wrap_in_task
 from torch import nn
 
 import common
-import loading
-import options
+import machinery.options
+import sampling
 
 SIDE_BY_SIDE = 2
 MODES = [("single", 1), ("dp", 2), ("dp", 3)]
@@ -215,6 +216,8 @@ OPTIONS: dict[str, Drawer | str] = {
     "--nnodes": ONE_MACHINE,
     "--node-rank": ONE_MACHINE,
     "--dist-url": ONE_MACHINE,
+    "--master-addr": ONE_MACHINE,
+    "--master-port": ONE_MACHINE,
     "--seed": sometimes(0.5, "1", "12345", str(2**62 + 3)),
     "--output-dir": MADE_BY_TRIAL,
     "--resume": MADE_BY_TRIAL,
@@ -469,7 +472,7 @@ class Prepare:
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch / "tmp")
         if self.check and rank == 0:
             before = dict(os.environ)
-            del os.environ["LAUNCH_MEETING_FILE"]  # says that a launcher has made the check
+            del os.environ["LAUNCH_PID"]  # says that a launcher has made the check
             harness.check(*self.check)
             os.environ.update(before)
         if self.cut:
@@ -520,31 +523,33 @@ def train_in_pieces(
     def of_rank_0(batch: Any, accum_steps: int) -> list[Any]:
         cuts = pieces(*cut, args.batch_size, accum_steps)
         slices = [samples for _, rank, samples in cuts if rank == 0]
-        return [common.map_tensors(lambda tensor, s=s: tensor[s], batch) for s in slices]
+        return [common.tree_map(lambda tensor, s=s: tensor[s], batch) for s in slices]
 
     common.split_batch = of_rank_0  # update_bn takes the statistics of rank 0
     common.train_mode(model)
     buffers = list(model.buffers())
     for batch in run.batches(loader):
         for i, rank, samples in pieces(*cut, args.batch_size, args.accum_steps):
-            inputs, targets = common.map_tensors(lambda tensor, s=samples: tensor[s], batch)
+            inputs, targets = common.tree_map(lambda tensor, s=samples: tensor[s], batch)
             if rank == 0:
                 start = [buffer.clone() for buffer in buffers]
             kept = [buffer.clone() for buffer in buffers]
             for buffer, before in zip(buffers, start):
                 buffer.copy_(before)
-            common.seed_rng(args.seed, state.global_step, i, rank)
+            sampling.seed_rng(args.seed, state.global_step, i, rank)
             losses = task.per_sample_loss(model(inputs), targets)
             state.scaler.scale(losses.sum() / args.batch_size).backward()
             for buffer, before in zip(buffers, kept) if rank else ():
                 buffer.copy_(before)
             run.meter.add(loss=losses)
-        grad_norm = state.scaler.unscale_(state.optimizer)
-        common.clip_grad_norm(state.net, args.clip_grad_norm, grad_norm)
+        state.scaler.unscale_(state.optimizer)
+        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-        run.end_step(grad_norm)
+        state.scheduler.step()
+        state.average.after_step(state.net)
+        run.end_step(state.scaler.norm)
 
 
 # ----------------------------------------------------------------------------------- comparing
@@ -706,13 +711,13 @@ class Runs:
         trial = self.trial
         argv = trial.argv(grad_compress=None, sync_bn=None, find_unused_parameters=None)
         with alone, contextlib.redirect_stderr(io.StringIO()):
-            args = options.parse_args("single", [*argv, "--task", str(self.task)])
+            args = machinery.options.parse_args("single", [*argv, "--task", str(self.task)])
             train, _ = fuzzed.make_task(trial.task)[0](args)
-            keyed = loading.KeyedDataset(train, args)
+            of_keys = keyed(train, args)
             length = len(train)
 
             def fetch(epoch: int) -> list[tuple]:
-                return [keyed.__getitems__((epoch, [index])) for index in range(length)]
+                return [of_keys.__getitems__((epoch, [index])) for index in range(length)]
 
             first, later, again = fetch(0), fetch(1), fetch(0)
             nans = {}
@@ -731,7 +736,7 @@ class Runs:
         bad = set()
         seed, batch = int(trial.value("--seed", "0")), int(trial.value("--batch-size"))
         for epoch, indices in nans.items():
-            generator = torch.Generator().manual_seed(loading.mix(seed, epoch))
+            generator = torch.Generator().manual_seed(sampling.splitmix64(seed, epoch))
             order = torch.randperm(length, generator=generator).tolist()
             places = [place for place, index in enumerate(order) if index in indices]
             bad |= {(epoch, p // batch + 1) for p in places if p // batch < trial.steps}
@@ -801,8 +806,8 @@ class Runs:
         expect(not missing, "state", f"missing: {', '.join(sorted(missing))}")
         events = {name for name in names if name.startswith("events.")}
         events = events if "--tensorboard" in trial.options else set()
-        extra = names - wanted - {"best.pt", "previous.pt"} - events
-        expect(not extra, "end", f"left in the output folder: {', '.join(sorted(extra))}")
+        extra = names - wanted - {"best.pt"} - events
+        expect(not extra, "end", f"left in the output directory: {', '.join(sorted(extra))}")
         last = load(folder / "last.pt")
         place = (last["epoch"], last["step"], last["global_step"])
         whole = (trial.epochs, 0, trial.epochs * trial.steps)
@@ -913,8 +918,14 @@ class Runs:
             if (theirs / name).exists() or (ours / name).exists():
                 found, wanted = (load(folder / name) for folder in (ours, theirs))
                 unlike = {"config"} if logs and name == "last.pt" else {"config", "log"}
-                if name == "best.pt" and self.trial.earlier_epochs and self.trial.value("--average") == "swa":
-                    unlike.add("average")  # the shorter run had begun to average: of one epoch, which is the same weights
+                if (
+                    name == "best.pt"
+                    and self.trial.earlier_epochs
+                    and self.trial.value("--average") == "swa"
+                ):
+                    unlike.add(
+                        "average"
+                    )  # the shorter run had begun to average: of one epoch, which is the same weights
                 pair = [{key: one[key] for key in one.keys() - unlike} for one in (found, wanted)]
                 different = list(differences(*pair, tolerance, name))
                 expect(not different, invariant, "; ".join(different[:3]))

@@ -31,15 +31,28 @@ from launches import ROOT, TASKS, without_gloo  # noqa: F401 (the tests take the
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
-import launch
-import options
+import machinery.check
+import machinery.options
+import machinery.processes
+import sampling
 
 TIMEOUT = 120  # seconds that any group of processes may take
 
-context = multiprocessing.get_context("fork" if "TESTS_FORK" in os.environ else "forkserver")  # fork: of a process that has torch
-one_thread = threading.Lock()  # starting a process reads the exit codes of all others, and an exit code can be read only once
-SLOW = ["torch._dynamo", "torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]  # the first belongs to any optimizer
-multiprocessing.set_forkserver_preload([*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"])
+context = multiprocessing.get_context(
+    "fork" if "TESTS_FORK" in os.environ else "forkserver"
+)  # fork: of a process that has torch
+one_thread = (
+    threading.Lock()
+)  # starting a process reads the exit codes of all others, and an exit code can be read only once
+SLOW = [
+    "torch._dynamo",
+    "torchvision.datasets",
+    "torchvision.models",
+    "torchvision.transforms.v2",
+]  # the first belongs to any optimizer
+multiprocessing.set_forkserver_preload(
+    [*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"]
+)
 
 
 @dataclass
@@ -67,11 +80,15 @@ class Result:
         return torch.load(self.folder / name, weights_only=True)
 
 
-def run_processes(targets: list[Callable[[], int | None]], folder: Path, timeout: float = TIMEOUT) -> list[tuple[int, str, str]]:
+def run_processes(
+    targets: list[Callable[[], int | None]], folder: Path, timeout: float = TIMEOUT
+) -> list[tuple[int, str, str]]:
     """Run each picklable function in a process of its own; return (exit code, stdout, stderr) of each. Nothing outlives the call."""
     processes = []
     for i, target in enumerate(targets):
-        processes.append(context.Process(target=_child, args=(target, folder / f"out{i}", folder / f"err{i}")))
+        processes.append(
+            context.Process(target=_child, args=(target, folder / f"out{i}", folder / f"err{i}"))
+        )
     try:
         with one_thread:
             for process in processes:
@@ -81,7 +98,10 @@ def run_processes(targets: list[Callable[[], int | None]], folder: Path, timeout
             wait([process.sentinel], max(0, deadline - time.monotonic()))
             with one_thread:
                 code = process.exitcode
-            if code not in (0, None):  # the others may wait for this one: they get a moment, not the whole time-out
+            if code not in (
+                0,
+                None,
+            ):  # the others may wait for this one: they get a moment, not the whole time-out
                 deadline = min(deadline, time.monotonic() + 20)
     finally:
         for process in processes:
@@ -90,7 +110,10 @@ def run_processes(targets: list[Callable[[], int | None]], folder: Path, timeout
                     process.kill()
                 process.join()
     outs = [without_gloo((folder / f"out{i}").read_text()) for i in range(len(processes))]
-    return [(p.exitcode, out, (folder / f"err{i}").read_text()) for i, (p, out) in enumerate(zip(processes, outs))]
+    return [
+        (p.exitcode, out, (folder / f"err{i}").read_text())
+        for i, (p, out) in enumerate(zip(processes, outs))
+    ]
 
 
 def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
@@ -98,9 +121,10 @@ def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115 (a fork has those of pytest)
     torch.set_num_threads(1)
-    launch._ends_with_the_run = False  # a fork has what tests did in pytest's process
-    options._undo.clear()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
+    machinery.processes.at_end.pop_all()  # a fork has what tests did in pytest's process
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
     code = 1
     try:
         code = target() or 0
@@ -115,7 +139,13 @@ def group_member(rank: int, world_size: int, meeting_point: str, function: Calla
     """Run `function()` as one rank of a gloo group."""
     from datetime import timedelta
 
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting_point}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
     dist.barrier()  # or a rank that is done at once would leave while another still connects to it
     code = function()
     dist.destroy_process_group()
@@ -126,7 +156,10 @@ def in_group(world_size: int, function: Callable[[], None]) -> list[str]:
     """Run a picklable function on every rank of a gloo group; return what each printed. A rank that raises fails the test."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        members = [functools.partial(group_member, rank, world_size, str(folder / "meet"), function) for rank in range(world_size)]
+        members = [
+            functools.partial(group_member, rank, world_size, str(folder / "meet"), function)
+            for rank in range(world_size)
+        ]
         results = run_processes(members, folder)
     for code, out, err in results:
         assert code == 0, f"a rank ended with {code}:\n{out}\n{err}"
@@ -138,34 +171,58 @@ def _record_gradients(path: Path, steps: int) -> None:
 
     def record(optimizer: torch.optim.Optimizer, arguments: tuple, options: dict) -> None:
         if len(recorded) < steps:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            recorded.append({str(i): p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None})
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
+            recorded.append(
+                {str(i): p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None}
+            )
             torch.save(recorded, path)
 
     register_optimizer_step_pre_hook(record)
 
 
 def rank_of_run(
-    mode: str, rank: int, world_size: int, argv: list[str], meeting_point: str, record: Path, steps: int, patch: Callable
+    mode: str,
+    rank: int,
+    world_size: int,
+    argv: list[str],
+    meeting_point: str,
+    record: Path,
+    steps: int,
+    patch: Callable,
 ) -> int:
     """Be one process of a run: call the script's own `main`."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
     if mode in ("single", "dp"):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             del os.environ[name]
     _record_gradients(record, steps)
     script = importlib.import_module(f"train_{mode}")
-    os.environ["LAUNCH_MEETING_FILE"] = meeting_point
+    os.environ.update(LAUNCH_RENDEZVOUS_FILE=meeting_point, LAUNCH_PID=str(os.getppid()))
     if patch:
         patch(rank)
     main = functools.partial(script.main, argv)
     if mode == "spawn":
-        args = options.parse_args("spawn", ["--nproc", str(world_size), *argv])
+        args = machinery.options.parse_args("spawn", ["--nproc", str(world_size), *argv])
         main = functools.partial(script.worker, rank, args, f"file://{meeting_point}")
-    return common.exit_code(main)
+    return machinery.processes.run_main(main)
 
 
-def train(mode: str, n: int, *argv: str, folder: Path, steps: int = 1, patch: Callable | None = None, timeout: float = TIMEOUT) -> Result:
+def train(
+    mode: str,
+    n: int,
+    *argv: str,
+    folder: Path,
+    steps: int = 1,
+    patch: Callable | None = None,
+    timeout: float = TIMEOUT,
+) -> Result:
     """Train with a script in `mode` on `n` devices; record the gradients of the first `steps` optimizer steps.
 
     `patch(rank)`, picklable, is called in each process after the imports, to break or watch something.
@@ -182,12 +239,29 @@ def train(mode: str, n: int, *argv: str, folder: Path, steps: int = 1, patch: Ca
         meeting_point = str(scratch / "meet")
         records = [scratch / f"gradients{rank}" for rank in range(processes)]
         ranks = range(processes)
-        targets = [functools.partial(rank_of_run, mode, r, processes, argv, meeting_point, records[r], steps, patch) for r in ranks]
+        targets = [
+            functools.partial(
+                rank_of_run, mode, r, processes, argv, meeting_point, records[r], steps, patch
+            )
+            for r in ranks
+        ]
         results = run_processes(targets, scratch, timeout)
         gradients = [torch.load(path) for path in records if path.exists()]
     codes = [code for code, _, _ in results]
-    code = next((code for code in codes if code), 0)
-    return Result(code, "".join(out for _, out, _ in results), "".join(err for _, _, err in results), output, gradients)
+    failed = [code for code in codes if code]
+    told = [
+        code
+        for code in failed
+        if code not in (machinery.processes.FAILED, machinery.processes.LOST)
+    ]
+    code = told[0] if told else int(bool(failed))  # as machinery/launch.py
+    return Result(
+        code,
+        "".join(out for _, out, _ in results),
+        "".join(err for _, _, err in results),
+        output,
+        gradients,
+    )
 
 
 @functools.cache
@@ -209,11 +283,15 @@ def deviation(value: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
     """
     assert value.keys() == reference.keys() and reference
     counters = [name for name, tensor in reference.items() if not tensor.is_floating_point()]
-    assert all(value[name].equal(reference[name]) for name in counters), f"one of {', '.join(counters)} differs"
+    assert all(value[name].equal(reference[name]) for name in counters), (
+        f"one of {', '.join(counters)} differs"
+    )
     names = [name for name in reference if name not in counters]
     scale = max(reference[name].abs().max().item() for name in names)
     assert scale > 1e-6, "the reference is trivially zero"
-    worst = torch.stack([(value[name].double() - reference[name].double()).abs().max() for name in names]).max()  # a NaN stays one
+    worst = torch.stack(
+        [(value[name].double() - reference[name].double()).abs().max() for name in names]
+    ).max()  # a NaN stays one
     return worst.item() / scale
 
 
@@ -222,9 +300,17 @@ def compare(result: Result, reference: Result) -> dict[str, float]:
     assert result.code == 0, result.err
     before, after = reference.train_lines()[0]["loss"], reference.train_lines()[-1]["loss"]
     assert after < 0.9 * before, f"the reference does not learn: {before} to {after}"
-    names = [name for name in reference.eval_lines()[0] if name not in ("event", "epoch", "global_step")]
-    ours, theirs = ([{name: line[name] for name in names} for line in r.eval_lines()] for r in (result, reference))
-    traces = [[(line["global_step"], line["epoch"], line["step"], line["lr"]) for line in r.train_lines()] for r in (result, reference)]
+    names = [
+        name for name in reference.eval_lines()[0] if name not in ("event", "epoch", "global_step")
+    ]
+    ours, theirs = (
+        [{name: line[name] for name in names} for line in r.eval_lines()]
+        for r in (result, reference)
+    )
+    traces = [
+        [(line["global_step"], line["epoch"], line["step"], line["lr"]) for line in r.train_lines()]
+        for r in (result, reference)
+    ]
     assert traces[0] == traces[1], "steps or learning rates differ"
     assert len(ours) == len(theirs)
 
@@ -233,18 +319,79 @@ def compare(result: Result, reference: Result) -> dict[str, float]:
 
     return {
         "gradients": max(
-            [deviation(steps[i], reference.gradients[0][i]) for steps in result.gradients for i in range(len(steps))], default=0.0
+            [
+                deviation(steps[i], reference.gradients[0][i])
+                for steps in result.gradients
+                for i in range(len(steps))
+            ],
+            default=0.0,
         ),
         "parameters": deviation(result.checkpoint()["model"], reference.checkpoint()["model"]),
-        "losses": worst([(a["loss"], b["loss"]) for a, b in zip(result.train_lines(), reference.train_lines())]),
+        "losses": worst(
+            [(a["loss"], b["loss"]) for a, b in zip(result.train_lines(), reference.train_lines())]
+        ),
         "evaluation": worst([(a[name], b[name]) for a, b in zip(ours, theirs) for name in names]),
     }
 
 
-def make_sampler(length: int, batch_size: int, rank: int = 0, world_size: int = 1, accum_steps: int = 1, **options: Any):
+def make_sampler(
+    length: int,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    accum_steps: int = 1,
+    seed: int = 0,
+):
     """A GlobalBatchSampler over so many samples, by default with seed 0."""
-    args = Namespace(**{"batch_size": batch_size, "accum_steps": accum_steps, "seed": 0, "balanced": False, **options})
-    return common.GlobalBatchSampler(args, range(length), rank, world_size)
+    return sampling.GlobalBatchSampler(
+        range(length), batch_size, seed, accum_steps, False, rank, world_size
+    )
+
+
+# What the scripts do with their options, for tests that have options too.
+
+
+def sampler_of(args: Namespace, dataset: Any, rank: int = 0, world_size: int = 1):
+    return sampling.GlobalBatchSampler(
+        dataset, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
+    )
+
+
+def keyed(dataset: Any, args: Namespace):
+    return sampling.KeyedDataset(dataset, args.seed, args.skip_corrupt)
+
+
+def loader_of(args: Namespace, dataset: Any, sampler: Any, device: torch.device):
+    return sampling.build_loader(
+        dataset, sampler, device, args.seed, args.workers, args.skip_corrupt
+    )
+
+
+def optimizer_of(args: Namespace, net: torch.nn.Module, world_size: int = 1):
+    lr = common.scale_lr(args.lr, args.scale_lr, world_size)
+    return common.build_optimizer(
+        net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
+    )
+
+
+def schedule_of(args: Namespace) -> tuple:
+    return args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
+
+
+def factor_of(args: Namespace, step: int, steps_per_epoch: int) -> float:
+    return common.lr_factor(step, steps_per_epoch, *schedule_of(args))
+
+
+def scheduler_of(args: Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int):
+    return common.build_scheduler(optimizer, steps_per_epoch, *schedule_of(args))
+
+
+def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
+    return common.StepGuard(args.amp, device, net)
+
+
+def average_of(args: Namespace, net: torch.nn.Module):
+    return common.build_average(args.average, net, args.epochs)
 
 
 def check(mode: str, n: int, *argv: str) -> None:
@@ -252,8 +399,8 @@ def check(mode: str, n: int, *argv: str) -> None:
     for name in SLOW:
         importlib.import_module(name)  # once, and not in each fork that a check makes
     option = {"dp": ["--replicas", str(n)], "spawn": ["--nproc", str(n)]}.get(mode, [])
-    options.check_run(options.parse_args(mode, [*option, *argv], n))
+    machinery.check.check_run(machinery.options.parse_args(mode, [*option, *argv], n))
 
 
 def make_args(mode: str = "single", *argv: str) -> Namespace:
-    return options.parse_args(mode, list(argv))
+    return machinery.options.parse_args(mode, list(argv))

@@ -22,18 +22,48 @@ import bench  # noqa: E402
 
 BYTES = {"1gbit": 125e6, "100mbit": 12.5e6}  # a second
 RATES = {"open": "", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
-WAYS = {"as they are": (32, []), **{f"`--grad-compress {how}`": (32, ["--grad-compress", how]) for how in ("bf16", "fp16", "powersgd")}}
+WAYS = {
+    "as they are": (32, []),
+    **{
+        f"`--grad-compress {how}`": (32, ["--grad-compress", how])
+        for how in ("bf16", "fp16", "powersgd")
+    },
+}
 WAYS["`--batch-size 128 --accum-steps 4`"] = 128, ["--accum-steps", "4"]
-OPTIONS = ["--task", str(Path(__file__).with_name("tasks") / "link.py"), "--device", "cpu", "--epochs", "1", "--lr", "0", "--momentum", "0"]
+OPTIONS = [
+    "--task",
+    str(Path(__file__).with_name("tasks") / "link.py"),
+    "--device",
+    "cpu",
+    "--epochs",
+    "1",
+    "--lr",
+    "0",
+    "--momentum",
+    "0",
+]
 OPTIONS += ["--schedule", "constant", "--warmup-epochs", "0", "--weight-decay", "0"]
 
 
 def run(hosts: tuple, batch: int, options: list[str]) -> tuple[float, float, torch.Tensor]:
     """Return seconds and bytes sent a step, and the gradient of the last step, of a run on one or two hosts."""
-    commands = [spawn(hosts[0].address, rank) for rank in (0, 1)] if len(hosts) == 2 else [["bash", str(ROOT / "run.sh"), "spawn", "1"]]
+    commands = (
+        [spawn(hosts[0].address, rank) for rank in (0, 1)]
+        if len(hosts) == 2
+        else [["bash", str(ROOT / "run.sh"), "spawn", "1"]]
+    )
     with tempfile.TemporaryDirectory() as name:
         link = Path(name, "link")
-        with job(hosts, Path(name), commands, *OPTIONS, "--batch-size", str(batch), *options, LINK=str(link)) as nodes:
+        with job(
+            hosts,
+            Path(name),
+            commands,
+            *OPTIONS,
+            "--batch-size",
+            str(batch),
+            *options,
+            LINK=str(link),
+        ) as nodes:
             for node in nodes:
                 if node.end(timeout=600):
                     sys.exit("".join(each.errors() for each in nodes))
@@ -58,9 +88,19 @@ def main() -> None:
                 seconds, sent, gradient = run(hosts, batch, options)
             reference = exact.setdefault(batch, gradient)
             deviation = ((gradient - reference).norm() / reference.norm()).item()
-            cells = [rate, way, f"{seconds * 1e3:.0f}", "–", f"{batch / seconds:.0f}", f"{sent / 1e6:.1f}", f"{deviation:.0e}"]
+            cells = [
+                rate,
+                way,
+                f"{seconds * 1e3:.0f}",
+                "–",
+                f"{batch / seconds:.0f}",
+                f"{sent / 1e6:.1f}",
+                f"{deviation:.0e}",
+            ]
             if limit:
-                cells[3] = f"{bench.predict(alone[way], sent, 2, BYTES[limit], 0)['ring'] * 1e3:.0f}"
+                cells[3] = (
+                    f"{bench.predict(alone[way], sent, 2, BYTES[limit], 0)['ring'] * 1e3:.0f}"
+                )
             print(f"| {' | '.join(cells)} |", flush=True)
 
 

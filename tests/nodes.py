@@ -50,7 +50,11 @@ def missing() -> str:
     trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {veth} && {limit} && test -c /dev/net/tun"
     allowed = subprocess.run(["sh", "-c", trial], capture_output=True).returncode == 0
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
-    return "" if allowed else "two hosts need network namespaces, /dev/net/tun and tc's tbf, which are not allowed here"
+    return (
+        ""
+        if allowed
+        else "two hosts need network namespaces, /dev/net/tun and tc's tbf, which are not allowed here"
+    )
 
 
 @dataclass
@@ -62,7 +66,19 @@ class Host:
 
     def command(self, *command: str) -> list[str]:
         """What to start so that `command` runs on this host."""
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", ENTER, self.name, *command]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            ENTER,
+            self.name,
+            *command,
+        ]
 
     def processes(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
@@ -76,30 +92,72 @@ class Host:
 
     def limit(self, rate: str) -> None:
         """Let the host send no faster than `rate`, as 100mbit."""
-        tool("tc", "-netns", self.name, "qdisc", "replace", "dev", DEVICE, "root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms")
+        tool(
+            "tc",
+            "-netns",
+            self.name,
+            "qdisc",
+            "replace",
+            "dev",
+            DEVICE,
+            "root",
+            "tbf",
+            "rate",
+            rate,
+            "burst",
+            "64kb",
+            "latency",
+            "100ms",
+        )
 
 
 @contextlib.contextmanager
-def two_hosts(delay: float = 0, rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Host]]:
+def two_hosts(
+    delay: float = 0, rate: str = "", own_names: bool = True
+) -> Iterator[tuple[Host, Host]]:
     """Two hosts joined by a cable that takes `delay` seconds each way; all that is left on them is killed at the end.
 
     Without `own_names` a host's name is that of this machine, which /etc/hosts often gives to the loopback, as Debian does.
     """
     remove_leftovers()
-    pair = next(NAMES)  # the two can be alike in all tests that run side by side: only the names are seen from outside
-    hosts = Host(f"{PREFIX}{os.getpid()}-{pair}-0", "10.77.0.1"), Host(f"{PREFIX}{os.getpid()}-{pair}-1", "10.77.0.2")
+    pair = next(
+        NAMES
+    )  # the two can be alike in all tests that run side by side: only the names are seen from outside
+    hosts = (
+        Host(f"{PREFIX}{os.getpid()}-{pair}-0", "10.77.0.1"),
+        Host(f"{PREFIX}{os.getpid()}-{pair}-1", "10.77.0.2"),
+    )
     with contextlib.ExitStack() as stack:
         for host in hosts:
             stack.callback(remove, host.name)
             ip("netns", "add", host.name)
-            folder = Path("/etc/netns", host.name)  # `ip netns exec` shows the files in it as those in /etc
+            folder = Path(
+                "/etc/netns", host.name
+            )  # `ip netns exec` shows the files in it as those in /etc
             folder.mkdir(parents=True)
-            known = [f"{other.address} {other.name}" for other in hosts] if own_names else [f"127.0.1.1 {other.name}" for other in hosts]
+            known = (
+                [f"{other.address} {other.name}" for other in hosts]
+                if own_names
+                else [f"127.0.1.1 {other.name}" for other in hosts]
+            )
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         if delay:
             stack.enter_context(wire(hosts, delay))
         else:
-            ip("link", "add", DEVICE, "netns", hosts[0].name, "type", "veth", "peer", "name", DEVICE, "netns", hosts[1].name)
+            ip(
+                "link",
+                "add",
+                DEVICE,
+                "netns",
+                hosts[0].name,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                DEVICE,
+                "netns",
+                hosts[1].name,
+            )
         for host in hosts:
             ip("-netns", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
@@ -151,7 +209,9 @@ def carry(one: int, two: int, delay: float, stop: int) -> None:
             return
         for end in ready:
             with contextlib.suppress(OSError):  # cut
-                waiting.append((time.monotonic() + delay, two if end == one else one, os.read(end, 65536)))
+                waiting.append(
+                    (time.monotonic() + delay, two if end == one else one, os.read(end, 65536))
+                )
         while waiting and waiting[0][0] <= time.monotonic():
             _, end, packet = waiting.popleft()
             with contextlib.suppress(OSError):
@@ -164,9 +224,13 @@ def open_tun(namespace: str) -> int:
 
     def enter_and_open() -> None:
         with open(f"/run/netns/{namespace}") as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0  # of this thread only, which ends with it
+            assert (
+                ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+            )  # of this thread only, which ends with it
         opened.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        fcntl.ioctl(opened[0], 0x400454CA, struct.pack("16sH22x", DEVICE.encode(), 0x0001 | 0x1000))  # TUNSETIFF: TUN, no header
+        fcntl.ioctl(
+            opened[0], 0x400454CA, struct.pack("16sH22x", DEVICE.encode(), 0x0001 | 0x1000)
+        )  # TUNSETIFF: TUN, no header
 
     thread = threading.Thread(target=enter_and_open)
     thread.start()
@@ -177,7 +241,9 @@ def open_tun(namespace: str) -> int:
 class Node(Launch):
     """A launch on one host, whose output goes into a file."""
 
-    def __init__(self, host: Host, folder: Path, command: list[str], *options: str, **environment: str) -> None:
+    def __init__(
+        self, host: Host, folder: Path, command: list[str], *options: str, **environment: str
+    ) -> None:
         self.name = folder / f"node{host.name[-1]}"
         self.name.mkdir(parents=True, exist_ok=True)
         options = (*options, "--output-dir", str(folder / "run"))
@@ -189,12 +255,30 @@ class Node(Launch):
 
 
 @contextlib.contextmanager
-def job(hosts: tuple[Host, ...], folder: Path, commands: list[list[str]], *options: str, **environment: str) -> Iterator[list[Node]]:
+def job(
+    hosts: tuple[Host, ...],
+    folder: Path,
+    commands: list[list[str]],
+    *options: str,
+    **environment: str,
+) -> Iterator[list[Node]]:
     """Launches on the hosts, both writing to one folder, as on a shared file system."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(Node(host, folder, command, *options, **environment)) for host, command in zip(hosts, commands)]
+        yield [
+            stack.enter_context(Node(host, folder, command, *options, **environment))
+            for host, command in zip(hosts, commands)
+        ]
 
 
 def spawn(address: str, rank: int) -> list[str]:
-    command = ["bash", str(ROOT / "run.sh"), "spawn", "1", "--nnodes", "2", "--node-rank", str(rank)]
+    command = [
+        "bash",
+        str(ROOT / "run.sh"),
+        "spawn",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(rank),
+    ]
     return [*command, "--dist-url", f"tcp://{address}:{PORT}"]

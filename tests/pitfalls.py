@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,10 +18,22 @@ import torch.distributed as dist
 from harness import TASKS, run_processes
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import common
+import machinery.tasks
+import sampling
 
 # 203 training samples in batches of 30: 6 steps an epoch, 18 in all; neither 4 ranks nor 4 micro-batches divide a batch
-BASE = ("--task", str(TASKS / "pit_models.py"), "--dtype", "float64", "--device", "cpu", "--epochs", "3", "--batch-size", "30")
+BASE = (
+    "--task",
+    str(TASKS / "pit_models.py"),
+    "--dtype",
+    "float64",
+    "--device",
+    "cpu",
+    "--epochs",
+    "3",
+    "--batch-size",
+    "30",
+)
 BASE += ("--log-every", "1", "--warmup-epochs", "1", "--timeout", "30")
 
 
@@ -34,19 +47,23 @@ def in_process(function):
 
 def printed(out, name):
     """The values of all lines `name JSON` in the output."""
-    return [json.loads(line.removeprefix(name)) for line in out.splitlines() if line.startswith(f"{name} ")]
+    return [
+        json.loads(line.removeprefix(name))
+        for line in out.splitlines()
+        if line.startswith(f"{name} ")
+    ]
 
 
 def print_batches(rank):
     """Print `batch [epoch, rank, indices]` for everything that is trained on."""
-    iterate = common.GlobalBatchSampler.__iter__
+    iterate = sampling.GlobalBatchSampler.__iter__
 
     def watched(self):
         for epoch, indices in iterate(self):
             print("batch", json.dumps([epoch, rank, indices]))
             yield epoch, indices
 
-    common.GlobalBatchSampler.__iter__ = watched
+    sampling.GlobalBatchSampler.__iter__ = watched
 
 
 def after_step(step, action):
@@ -63,22 +80,23 @@ def stop_after(step, rank):
 
 def wrap_in_task(name, wrapped):
     """Let `wrapped(original, *arguments)` stand for a function of the task in this process."""
-    load_task = common.load_task
+    load_task = machinery.tasks.load_task
 
     def load_wrapped_task(args):
         task = load_task(args)
-        setattr(task, name, functools.partial(wrapped, getattr(task, name)))
-        return task
+        return task._replace(**{name: functools.partial(wrapped, getattr(task, name))})
 
-    common.load_task = load_wrapped_task
+    for module in list(sys.modules.values()):  # the scripts have a name of their own for it
+        if vars(module).get("load_task") is load_task and module.__name__ != "machinery.check":
+            module.load_task = load_wrapped_task
 
 
 def on_rank_1(change, call, rank=None):
-    """Let `change(losses)` replace the losses of rank 1 in one call of the task's loss, counted from 0.
+    """Let `change(losses)` replace the losses of rank 1 in one step of the training, counted from 0.
 
     `rank=None`, to be used before ranks are forked, asks at the time.
     """
-    calls = itertools.count()
+    calls = itertools.count(-1)  # the first call is that of settle_buckets
 
     def per_sample_loss(original, outputs, targets):
         losses = original(outputs, targets)
@@ -111,7 +129,9 @@ def without_speed(lines):
 def launch(*command, timeout=120, **environment):
     """Run a real command; return (exit code, stdout, stderr). Nothing outlives the call."""
     environment = {**os.environ, **environment}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             out, err = process.communicate(timeout=timeout)
         finally:

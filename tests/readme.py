@@ -22,10 +22,14 @@ def code_digest() -> str:
     """A hash of what the programs do: comments, layout and docstrings left out."""
     digest = hashlib.sha256()
     programs = [path for path in ROOT.glob("*.py") if path.stem not in ("plot", "bench")]
+    programs += ROOT.glob("machinery/*.py")
     for path in sorted([*programs, ROOT / "tests" / "equivalence.py"]):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            if (
+                isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
+                and ast.get_docstring(node) is not None
+            ):
                 node.body[0] = ast.Pass()
         digest.update(ast.dump(tree).encode())
     return digest.hexdigest()[:12]
@@ -37,11 +41,18 @@ def equivalence_table(cells: list[dict]) -> list[str]:
     for cell in cells:
         row = worst.setdefault(cell["feature"], {})
         row[cell["mode"]] = max(row.get(cell["mode"], 0.0), *cell["deviations"].values())
-    shown = [[f"{row[mode]:.0e}" if mode in row else "–" for mode in ("dp", "ddp", "spawn")] for row in worst.values()]
+    shown = [
+        [f"{row[mode]:.0e}" if mode in row else "–" for mode in ("dp", "ddp", "spawn")]
+        for row in worst.values()
+    ]
     entries = [f"{name} | {' · '.join(values)}" for name, values in zip(worst, shown)]
     third = -(-len(entries) // 3)
-    columns = zip_longest(entries[:third], entries[third : 2 * third], entries[2 * third :], fillvalue=" | ")
-    exact = max(max(cell["deviations"].values()) for cell in cells if cell["bound"]["rest"] <= 1e-10)
+    columns = zip_longest(
+        entries[:third], entries[third : 2 * third], entries[2 * third :], fillvalue=" | "
+    )
+    exact = max(
+        max(cell["deviations"].values()) for cell in cells if cell["bound"]["rest"] <= 1e-10
+    )
     figures = f"{len(cells)} cells, none above its bound; the worst in float64 is {exact:.1e}."
     summary = f"{figures} Measured with torch {torch.__version__}, code {code_digest()}."
     head = ["| feature | dp · ddp · spawn " * 3 + "|", "|---|---" * 3 + "|"]
@@ -49,14 +60,24 @@ def equivalence_table(cells: list[dict]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    diff = "\n".join(["```diff", *(line for line in changed_lines("single", "ddp") if line != "+"), "```"])
+    diff = "\n".join(
+        ["```diff", *(line for line in changed_lines("single", "ddp") if line != "+"), "```"]
+    )
     text = re.sub(r"```diff\n.*?```", lambda _: diff, README, flags=re.DOTALL)
     for old, new in BUDGETS:
         count = len(changed_lines(old, new))
         text = re.sub(rf"(`diff train_{old}.py train_{new}.py` has )\d+", rf"\g<1>{count}", text)
     if argv:
-        block = "\n".join(["<!-- equivalence -->", *equivalence_table(json.loads(Path(argv[0]).read_text())), "<!-- end -->"])
-        text = re.sub(r"<!-- equivalence -->.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
+        block = "\n".join(
+            [
+                "<!-- equivalence -->",
+                *equivalence_table(json.loads(Path(argv[0]).read_text())),
+                "<!-- end -->",
+            ]
+        )
+        text = re.sub(
+            r"<!-- equivalence -->.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL
+        )
     (ROOT / "README.md").write_text(text)
 
 

@@ -1,20 +1,18 @@
 """A `Run` in the process of the test, on a small network, and a clock that the test moves."""
 
 import time
-from argparse import Namespace
 
 import torch
-from harness import make_args, make_sampler
+from harness import average_of, guard_of, make_args, make_sampler, optimizer_of, scheduler_of
 from torch import nn
 
-import checkpoint
-import common
+import machinery.run
 
 CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands where checkpoint.py has the module `time`."""
+    """Stands where machinery/run.py has the module `time`."""
 
     def __init__(self):
         self.seconds = 1000.0
@@ -39,10 +37,12 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     ]
     args = make_args("single", "--output-dir", str(folder / "run"), *options)
     sampler = make_sampler(length, batch_size, rank, world_size)
-    optimizer = common.build_optimizer(args, net)
-    scheduler = common.build_scheduler(args, optimizer, sampler.steps_per_epoch)
-    parts = optimizer, scheduler, common.Scaler(args, CPU, net), common.build_average(args, net)
-    return checkpoint.Run(args, checkpoint.State(net, *parts), sampler, Namespace(length=57), CPU)
+    optimizer = optimizer_of(args, net)
+    scheduler = scheduler_of(args, optimizer, sampler.steps_per_epoch)
+    parts = optimizer, scheduler, guard_of(args, CPU, net), average_of(args, net)
+    run = machinery.run.Run(args, machinery.run.State(net, *parts), sampler, 57, CPU)
+    run.resume()
+    return run
 
 
 def start_epoch(run, batches=100):
@@ -55,4 +55,6 @@ def start_epoch(run, batches=100):
 def make_step(run, losses, norm=1.0):
     """Count a step with these losses, one a sample."""
     run.meter.add(loss=torch.as_tensor(losses, dtype=torch.float64))
+    run.state.scheduler.step()
+    run.state.average.after_step(run.state.net)
     run.end_step(torch.tensor(norm, dtype=torch.float64))

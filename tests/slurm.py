@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "setpriv")
-NODES = ("127.0.0.2", "127.0.0.3")  # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
+NODES = (
+    "127.0.0.2",
+    "127.0.0.3",
+)  # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -58,8 +61,14 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 def missing() -> str:
     """Say why no SLURM can be started here; nothing if one can."""
-    if absent := [program for program in PROGRAMS if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]:
-        return f"no {', '.join(absent)} here: apt-get install --no-install-recommends slurm-wlm munge"
+    if absent := [
+        program
+        for program in PROGRAMS
+        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    ]:
+        return (
+            f"no {', '.join(absent)} here: apt-get install --no-install-recommends slurm-wlm munge"
+        )
     return "" if os.geteuid() == 0 else "SLURM's daemons must be started by root"
 
 
@@ -72,11 +81,15 @@ def free_ports(n: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_until(condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = 60) -> Any:
+def wait_until(
+    condition: Callable[[], Any], what: str | Callable[[], str], timeout: float = 60
+) -> Any:
     """Look again and again until `condition()` holds; return its value."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < deadline, (
+            f"waited {timeout} s for {what if isinstance(what, str) else what()}"
+        )
         time.sleep(0.05)
     return value
 
@@ -86,7 +99,11 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH"))
+        }
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # of the jobs too
         self.environment = {**kept, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -94,11 +111,15 @@ class Cluster:
         """Start a command, srun for example, that ends with the process that started it."""
         words = ["setpriv", "--pdeathsig", "KILL", *map(str, command)]
         environment = {**self.environment, **options.pop("env", {})}
-        return subprocess.Popen(words, text=True, env=environment, **{"stdin": subprocess.DEVNULL, **options})
+        return subprocess.Popen(
+            words, text=True, env=environment, **{"stdin": subprocess.DEVNULL, **options}
+        )
 
     def run(self, *command: Any, timeout: float = 120, **options: Any) -> tuple[int, str, str]:
         """Run a command to its end; return (exit code, stdout, stderr)."""
-        with self.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        with self.popen(
+            *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        ) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -118,13 +139,18 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def logs(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
     """Start a SLURM, and end it with all its jobs: also if this process is killed, as then the pipe to the keeper is closed."""
-    with subprocess.Popen([sys.executable, __file__, "keep"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+    with subprocess.Popen(
+        [sys.executable, __file__, "keep"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as keeper:
         try:
             folder = keeper.stdout.readline().strip()
             assert folder, "SLURM did not start; the reason is on stderr"
@@ -132,7 +158,14 @@ def cluster() -> Iterator[Cluster]:
             nodes = [f"{name} idle" for name in NODES]
 
             def ready() -> bool:
-                return sorted(slurm.run("sinfo", "--noheader", "--Node", "--partition=all", "--format=%N %T")[1].splitlines()) == nodes
+                return (
+                    sorted(
+                        slurm.run(
+                            "sinfo", "--noheader", "--Node", "--partition=all", "--format=%N %T"
+                        )[1].splitlines()
+                    )
+                    == nodes
+                )
 
             wait_until(ready, lambda: f"nodes that are idle\n{slurm.logs()}")
             yield slurm
@@ -143,9 +176,15 @@ def cluster() -> Iterator[Cluster]:
 
 def keep() -> None:
     """Run the daemons until stdin is closed, and then end all that belongs to them: a daemon that is killed leaves its jobs behind."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a Ctrl-C is for the process at the other end of stdin
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # a Ctrl-C is for the process at the other end of stdin
         signal.signal(number, signal.SIG_IGN)
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # munge wants its socket where all users can go, in 107 letters
+    folder = Path(
+        tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
+    )  # munge wants its socket where all users can go, in 107 letters
     try:
         start_daemons(folder)
         print(folder, flush=True)
@@ -164,7 +203,9 @@ def processes(folder: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it is gone
-            if f"SLURM_CONF={folder}/slurm.conf\0".encode() in path.read_bytes():  # nothing, of one that waits to be buried
+            if (
+                f"SLURM_CONF={folder}/slurm.conf\0".encode() in path.read_bytes()
+            ):  # nothing, of one that waits to be buried
                 found.append(int(path.parent.name))
     return found
 
@@ -176,9 +217,18 @@ def start_daemons(folder: Path) -> None:
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
     host = socket.gethostname().split(".")[0]
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3), nodes=NODES))
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3), nodes=NODES)
+    )
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
-    start(folder / "munged.log", "munged", "--foreground", f"--socket={folder}/munge.socket", f"--log-file={folder}/munge.log", *files)
+    start(
+        folder / "munged.log",
+        "munged",
+        "--foreground",
+        f"--socket={folder}/munge.socket",
+        f"--log-file={folder}/munge.log",
+        *files,
+    )
     wait_until((folder / "munge.socket").exists, lambda: (folder / "munged.log").read_text(), 20)
     start(folder / "slurmctld.log", "slurmctld", "-D", "-i", "-f", folder / "slurm.conf")
     for name in NODES:
@@ -186,9 +236,19 @@ def start_daemons(folder: Path) -> None:
 
 
 def start(log: Path, *command: Any) -> None:
-    environment = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "SLURM_CONF": f"{log.parent}/slurm.conf"}
+    environment = {
+        **os.environ,
+        "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+        "SLURM_CONF": f"{log.parent}/slurm.conf",
+    }
     with open(log, "w") as file:
-        subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+        subprocess.Popen(
+            [*map(str, command)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+        )
 
 
 if __name__ == "__main__":

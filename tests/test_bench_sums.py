@@ -6,10 +6,12 @@ from argparse import Namespace
 
 import pytest
 import torch
-from harness import make_args
+from harness import make_args, optimizer_of
 
 import bench
-import common
+import machinery.processes
+import machinery.tasks
+from machinery.processes import FAILED, LOST
 
 TURNS = {"bare": [0.4, 0.1, 0.2], "script": [0.5, 0.4, 0.2]}
 RATIOS = [0.8, 0.25, 1.0]  # within each turn
@@ -32,13 +34,9 @@ def found(**changes):
 class Processes:
     """Stands for the workers of mp.spawn, which have written their files, or failed."""
 
-    def __init__(self, error=None):
-        self.processes, self.error, self.joined = (
-            [Namespace(kill=self.kill, join=self.join_one)],
-            error,
-            0,
-        )
-        self.ended = []
+    def __init__(self, error=None, codes=(0,)):
+        each = [Namespace(kill=self.kill, join=self.join_one, exitcode=code) for code in codes]
+        self.processes, self.error, self.joined, self.ended = each, error, 0, []
 
     def kill(self):
         self.ended.append("killed")
@@ -157,9 +155,16 @@ def test_link_faster_than_its_latency_is_no_division_by_zero(monkeypatch, tmp_pa
     assert check["predicted"] == pytest.approx(0.11)
 
 
-def test_failing_worker_is_told_by_the_last_line_of_its_log(monkeypatch, tmp_path):
-    error = bench.mp.ProcessExitedException("gone", error_index=1, error_pid=7, exit_code=3)
-    processes = Processes(error)
+@pytest.mark.parametrize(
+    ("index", "codes", "code"),
+    [(1, (-15, 3), 3), (0, (LOST, 3), 3), (1, (LOST, FAILED), 1)],
+)
+def test_failing_worker_is_told_by_the_last_line_of_its_log(
+    index, codes, code, monkeypatch, tmp_path
+):
+    """Not by that of a worker which only lost it, or which was ended for it."""
+    error = bench.mp.ProcessExitedException("gone", index, error_pid=7, exit_code=codes[index])
+    processes = Processes(error, codes)
     folder = tmp_path / "single"
     monkeypatch.setattr(
         bench.Path,
@@ -169,13 +174,14 @@ def test_failing_worker_is_told_by_the_last_line_of_its_log(monkeypatch, tmp_pat
 
     def write_log(path, mkdir):
         mkdir(path)
+        (path / "log0").write_text("output directory: here\n")
         (path / "log1").write_text("a line\ndiverged: at step 3\n")
 
-    with pytest.raises(common.Stopped) as stopped:
+    with pytest.raises(machinery.processes.Stopped) as stopped:
         measure(monkeypatch, tmp_path, "single", [found()], processes)
-    assert stopped.value.code == 3
+    assert stopped.value.code == code
     assert stopped.value.reason == "digitnet, single: diverged: at step 3"
-    assert processes.ended == ["killed", "joined"] and folder.is_dir()
+    assert processes.ended == ["killed", "joined"] * 2 and folder.is_dir()
 
 
 # ---------------------------------------------------------------------------------- one worker
@@ -204,7 +210,7 @@ def test_turns_time_only_the_steps_that_count(monkeypatch, tmp_path):
         tmp_path / "found",
     )
     yielded = 0
-    with pytest.raises(common.Stopped) as stopped:
+    with pytest.raises(machinery.processes.Stopped) as stopped:
         for _ in turns:
             window, step = divmod(yielded, bench.SETTLE + steps)
             clock.seconds += 1000 if step < bench.SETTLE else 3 + (window < 2) * 7 + window
@@ -232,9 +238,9 @@ def test_bare_loop_makes_the_step_of_the_script(mode):
         "--dtype",
         "float64",
     )
-    task = common.load_task(args)
-    net = common.build_net(args, task, torch.device("cpu"))
-    optimizer = common.build_optimizer(args, net)
+    task = machinery.tasks.load_task(args)
+    net = machinery.tasks.build_net(args, task, torch.device("cpu"))
+    optimizer = optimizer_of(args, net)
     optimizer.param_groups[0]["lr"] = 0.03
     run = Namespace(
         args=args,
@@ -298,9 +304,9 @@ def table_of(monkeypatch, capsys, rows, *argv, kind="cpu"):
         lambda kind, repeats, folder: {"bare": 1.234, "script": 5.678 + repeats},
     )
     monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(bench.launch, "stay_on_this_machine", lambda: None)
-    monkeypatch.setattr(bench.options, "resolve_device_type", lambda name: kind)
-    monkeypatch.setattr(bench.options, "parse_args", lambda *_: None)
+    monkeypatch.setattr(bench, "stay_on_this_machine", lambda: None)
+    monkeypatch.setattr(bench, "resolve_device_type", lambda name: kind)
+    monkeypatch.setattr(bench, "parse_args", lambda *_: None)
     assert bench.main(["--workloads", "digitnet", *argv]) == 0
     text = capsys.readouterr().out
     lines = [line for line in text.splitlines() if line.startswith("| digitnet")]
@@ -407,15 +413,18 @@ def test_start_up_is_the_median_of_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.seconds)
     monkeypatch.setattr(bench, "THREADS", None)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LAUNCH_PID", "1")
 
     class Process:
         def __init__(self, command, env, **settings):
             commands.append(command)
-            assert "WORLD_SIZE" not in env and env["OMP_NUM_THREADS"] == str(bench.CORES)
+            assert not {"WORLD_SIZE", "LAUNCH_PID"} & env.keys() and env["OMP_NUM_THREADS"] == str(
+                bench.CORES
+            )
             self.stdout = self.lines(next(seconds))
 
         def lines(self, after):
-            yield "output folder: somewhere\n"
+            yield "output directory: somewhere\n"
             clock.seconds += after
             yield "epoch 1/1  step 1/22  loss 2.3\n"
             clock.seconds += 1000
@@ -436,6 +445,6 @@ def test_start_up_is_the_median_of_turns(monkeypatch, tmp_path):
 
 def test_program_that_ends_before_its_first_step_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "BARE_START", "print('no step')  # {device}")
-    with pytest.raises(common.Stopped) as stopped:
+    with pytest.raises(machinery.processes.Stopped) as stopped:
         bench.start_up("cpu", 1, tmp_path)
     assert stopped.value.code == 1 and stopped.value.reason.endswith("ended before its first step")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from harness import ROOT, check
 
-import checkpoint
-import options
+import common
+import machinery.check
+import machinery.options
 
 FILES = {
     "three.py": "def build_datasets(args): ...\ndef build_model(args): ...\ndef per_sample_loss(outputs, targets): ...\n",
@@ -31,13 +32,13 @@ FILES = {
 HEAD = "import torch\nfrom torch import nn\nfrom task import build_datasets, build_model, per_sample_loss, per_sample_metrics\n"
 LOSS = "def per_sample_loss(outputs, targets):\n    return "
 METRICS = "def per_sample_metrics(outputs, targets):\n    return "
-MODEL = (
-    "class Net(nn.Linear):\n    def __init__(self, *_):\n        super().__init__(64, 10)\n    def forward(self, images):\n        return "
-)
+MODEL = "class Net(nn.Linear):\n    def __init__(self, *_):\n        super().__init__(64, 10)\n    def forward(self, images):\n        return "
 DATA = "def build_datasets(args):\n    return "
 TASKS = {
     "imports": "from friend import colour\n",
-    "one": "from task import build_datasets as both\n" + DATA + "[torch.utils.data.Subset(part, [0]) for part in both(args)]\n",
+    "one": "from task import build_datasets as both\n"
+    + DATA
+    + "[torch.utils.data.Subset(part, [0]) for part in both(args)]\n",
     "loss-mean": LOSS + "nn.functional.cross_entropy(outputs, targets)\n",
     "loss-number": LOSS + "1.0\n",
     "loss-column": LOSS + "outputs[:, :1]\n",
@@ -48,13 +49,17 @@ TASKS = {
     "metrics-mean": METRICS + "{'accuracy': (outputs.argmax(1) == targets).double().mean()}\n",
     "metrics-number": METRICS + "{'accuracy': 0.5}\n",
     "metrics-unnamed": METRICS + "{1: targets}\n",
-    **{f"metrics-{name}": METRICS + f"{{'top1': targets, '{name}': targets}}\n" for name in sorted(options.RESERVED)},
+    **{
+        f"metrics-{name}": METRICS + f"{{'top1': targets, '{name}': targets}}\n"
+        for name in sorted(machinery.check.RESERVED)
+    },
     "model-none": "def build_model(args): ...\n",
     "model-empty": "build_model = lambda args: nn.Flatten()\n",
     "model-raises": "def build_model(args):\n    return nn.Linear(-1, 10, colour='red')\n",
     "model-shape": MODEL + "super().forward(images.float())\nbuild_model = Net\n",
     "model-training": MODEL + "images.nonsense if self.training else images\nbuild_model = Net\n",
-    "outputs-shape": MODEL + "super().forward(images.flatten(1).float()).unsqueeze(1)\nbuild_model = Net\n",
+    "outputs-shape": MODEL
+    + "super().forward(images.flatten(1).float()).unsqueeze(1)\nbuild_model = Net\n",
     "outputs-tuple": MODEL + "(images, images)\nbuild_model = Net\n",
     "data-none": "def build_datasets(args): ...\n",
     "data-one": DATA + "[1, 2, 3]\n",
@@ -72,9 +77,19 @@ TASKS = {
 
 IMAGES = "--dataset imagefolder --image-size 8 --batch-size 2 --data-dir TMP"
 # An image folder each: the classes of train/ and of val/
-FOLDERS = {"no-val": ("ab", None), "no-train": (None, "ab"), "no-class": ("", "ab"), "empty": ("a", "ab"), "torn": ("ab", "ab")}
+FOLDERS = {
+    "no-val": ("ab", None),
+    "no-train": (None, "ab"),
+    "no-class": ("", "ab"),
+    "empty": ("a", "ab"),
+    "torn": ("ab", "ab"),
+}
 FOLDERS |= {"more": ("ab", "abc"), "fewer": ("ab", "a")}
-WHOLE = {"format": 1, **{name: None if name == "best" else kind() for name, kind in checkpoint.KEYS.items()}, "samples": 1437}
+WHOLE = {
+    "format": 1,
+    **{name: None if name == "best" else kind() for name, kind in common.KEYS.items()},
+    "samples": 1437,
+}
 CHECKPOINTS = {
     "format.pt": {"format": 1},
     "other.pt": {"format": 0, "config": {}},
@@ -90,37 +105,97 @@ CHECKPOINTS = {
 CASES = [
     ("single", 1, "--batch-size 0", "--batch-size: must be a whole number, at least 1, got 0"),
     ("single", 1, "--batch-size -8", "--batch-size: must be a whole number, at least 1, got -8"),
-    ("single", 1, "--batch-size many", "--batch-size: must be a whole number, at least 1, got many"),
+    (
+        "single",
+        1,
+        "--batch-size many",
+        "--batch-size: must be a whole number, at least 1, got many",
+    ),
     ("single", 1, "--batch-size 3.5", "--batch-size: must be a whole number, at least 1, got 3.5"),
-    ("single", 1, "--batch-size 1438", "--batch-size 1438 is larger than the training set (1437 samples)"),
+    (
+        "single",
+        1,
+        "--batch-size 1438",
+        "--batch-size 1438 is larger than the training set (1437 samples)",
+    ),
     ("single", 1, "--batch-size", "--batch-size: expected one argument"),
     ("single", 1, "--epochs -1", "--epochs: must be a whole number, at least 1, got -1"),
     ("single", 1, "--epochs 0", "--epochs: must be a whole number, at least 1, got 0"),
     ("single", 1, "--accum-steps 0", "--accum-steps: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--accum-steps 65", "--batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65"),
-    ("ddp", 65, "", "--batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65"),
+    (
+        "single",
+        1,
+        "--accum-steps 65",
+        "--batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65",
+    ),
+    (
+        "ddp",
+        65,
+        "",
+        "--batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65",
+    ),
     ("spawn", 65, "", "--batch-size 64 cannot be cut into 65 devices"),
     ("dp", 65, "", "--batch-size 64 cannot be cut into 65 devices"),
     ("ddp", 4, "--accum-steps 20", "it must be at least 80"),
     ("dp", 0, "", "--replicas: must be a whole number, at least 1, got 0"),
     ("spawn", 0, "", "--nproc: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--model resnet81", "--model resnet81: unknown; close names: resnet18"),
-    ("single", 1, "--model DigitNet", "--model DigitNet: unknown; close names: digitnet"),
+    (
+        "single",
+        1,
+        "--model resnet81",
+        "--model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision",
+    ),
+    (
+        "single",
+        1,
+        "--model DigitNet",
+        "--model DigitNet: unknown; use digitnet, resnet9 or a classification model of torchvision",
+    ),
     ("single", 1, "--dataset imagenet", "--dataset: invalid choice: 'imagenet'"),
     ("single", 1, "--dataset cifar10", "--dataset cifar10 needs --data-dir"),
     ("single", 1, "--data-dir TMP", "--data-dir TMP has no effect on --dataset digits"),
-    ("single", 1, "--dataset cifar10 --data-dir TMP/nowhere", "--data-dir TMP/nowhere: no such folder"),
-    ("single", 1, "--dataset cifar10 --data-dir TMP", "--data-dir TMP: cifar10 is not here; --download fetches it"),
-    ("single", 1, "--dataset imagefolder --data-dir TMP", "--data-dir TMP: needs train/ and val/ (or test/)"),
+    (
+        "single",
+        1,
+        "--dataset cifar10 --data-dir TMP/nowhere",
+        "--data-dir TMP/nowhere: no such directory",
+    ),
+    (
+        "single",
+        1,
+        "--dataset cifar10 --data-dir TMP",
+        "--data-dir TMP: cifar10 is not here; --download fetches it",
+    ),
+    (
+        "single",
+        1,
+        "--dataset imagefolder --data-dir TMP",
+        "--data-dir TMP: needs train/ and val/ (or test/)",
+    ),
     ("single", 1, "--resume TMP/missing.pt", "--resume TMP/missing.pt: no such file"),
-    ("single", 1, "--resume TMP", "--resume TMP: is a folder; name a file in it, as last.pt"),
+    ("single", 1, "--resume TMP", "--resume TMP: is a directory; name a file in it"),
     ("single", 1, "--resume TMP/junk.pt", "--resume TMP/junk.pt: damaged, or not a checkpoint"),
     ("single", 1, "--resume TMP/empty.pt", "--resume TMP/empty.pt: damaged, or not a checkpoint"),
     ("single", 1, "--resume auto", "--resume auto needs --output-dir"),
     ("single", 1, "--eval-only", "--eval-only needs --resume FILE"),
-    ("single", 1, "--amp fp16 --dtype float64", "--amp fp16 computes in half precision and --dtype float64 in double"),
-    ("single", 1, "--amp bf16 --dtype float64", "--amp bf16 computes in half precision and --dtype float64 in double"),
-    ("spawn", 2, "--nnodes 2 --node-rank 0 --dist-url tcp://no-such-host.invalid:29500", "no-such-host.invalid is no known host"),
+    (
+        "single",
+        1,
+        "--amp fp16 --dtype float64",
+        "--amp fp16 computes in half precision and --dtype float64 in double",
+    ),
+    (
+        "single",
+        1,
+        "--amp bf16 --dtype float64",
+        "--amp bf16 computes in half precision and --dtype float64 in double",
+    ),
+    (
+        "spawn",
+        2,
+        "--nnodes 2 --node-rank 0 --dist-url tcp://no-such-host.invalid:29500",
+        "no-such-host.invalid is no known host",
+    ),
     ("single", 1, "--amp fp8", "--amp: invalid choice: 'fp8'"),
     ("single", 1, "--lr nan", "--lr: must be a number, at least 0, got nan"),
     ("single", 1, "--lr inf", "--lr: must be a number, at least 0, got inf"),
@@ -128,16 +203,36 @@ CASES = [
     ("single", 1, "--lr 0,1", "--lr: must be a number, at least 0, got 0,1"),
     ("single", 1, "--momentum 1.5", "--momentum: must be a number, 0 to 1, got 1.5"),
     ("single", 1, "--label-smoothing 2", "--label-smoothing: must be a number, 0 to 1, got 2"),
-    ("single", 1, "--clip-grad-norm 0", "--clip-grad-norm: must be a number, at least 1e-12, got 0"),
+    (
+        "single",
+        1,
+        "--clip-grad-norm 0",
+        "--clip-grad-norm: must be a number, at least 1e-12, got 0",
+    ),
     ("single", 1, "--warmup-epochs -1", "--warmup-epochs: must be a number, at least 0, got -1"),
     ("single", 1, "--schedule step", "--schedule step needs --step-epochs"),
     ("single", 1, "--schedule linear", "--schedule: invalid choice: 'linear'"),
-    ("single", 1, "--nesterov --momentum 0", "--nesterov needs --optimizer sgd and a momentum above 0"),
+    (
+        "single",
+        1,
+        "--nesterov --momentum 0",
+        "--nesterov needs --optimizer sgd and a momentum above 0",
+    ),
     ("single", 1, "--nesterov --optimizer adamw", "--nesterov needs --optimizer sgd"),
-    ("single", 1, "--freeze conv9.*", "--freeze conv9.*: no parameter has such a name; there are conv1.weight"),
+    (
+        "single",
+        1,
+        "--freeze conv9.*",
+        "--freeze conv9.*: no parameter has such a name; there are conv1.weight",
+    ),
     ("single", 1, "--freeze *", "--freeze *: nothing is left to train"),
     ("single", 1, "--seed -1", "--seed: must be a whole number, 0 to 9223372036854775807"),
-    ("single", 1, "--seed 9223372036854775808", "--seed: must be a whole number, 0 to 9223372036854775807"),
+    (
+        "single",
+        1,
+        "--seed 9223372036854775808",
+        "--seed: must be a whole number, 0 to 9223372036854775807",
+    ),
     ("single", 1, "--workers -2", "--workers: must be a whole number, at least 0, got -2"),
     ("single", 1, "--device cuda:7", "--device cuda:7: not on this machine; available: auto, cpu"),
     ("single", 1, "--device gpu", "--device gpu: not on this machine"),
@@ -147,35 +242,95 @@ CASES = [
     ("single", 1, "--batch 32", "unrecognized arguments: --batch 32"),
     ("single", 1, "stray", "unrecognized arguments: stray"),
     ("single", 1, "--replicas 2", "unrecognized arguments: --replicas 2"),
-    ("single", 1, "--grad-compress bf16", "--grad-compress bf16: there is nothing to send in one process"),
+    (
+        "single",
+        1,
+        "--grad-compress bf16",
+        "--grad-compress bf16: there is nothing to send in one process",
+    ),
     ("dp", 2, "--sync-bn", "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"),
-    ("spawn", 2, "--nnodes 2", "--nnodes 2 needs --dist-url tcp://HOST:PORT"),
+    ("spawn", 2, "--nnodes 2 --node-rank 0", "--nnodes 2 needs --dist-url tcp://HOST:PORT"),
     ("spawn", 2, "--nnodes 2 --dist-url tcp://localhost:2000", "--nnodes 2 needs --node-rank"),
-    ("spawn", 2, "--nnodes 2 --dist-url tcp://localhost:2000 --node-rank 2", "--node-rank 2 must be below --nnodes 2"),
+    (
+        "spawn",
+        2,
+        "--nnodes 2 --dist-url tcp://localhost:2000 --node-rank 2",
+        "--node-rank 2 must be below --nnodes 2",
+    ),
     ("spawn", 2, "--dist-url localhost", "--dist-url localhost: must be tcp://HOST:PORT"),
     ("single", 1, "--task TMP/none.py", "--task TMP/none.py: no such file"),
     ("single", 1, "--task TMP/three.py", "missing: per_sample_metrics"),
     ("single", 1, "--task TMP/syntax.py", "--task TMP/syntax.py, line 1: SyntaxError"),
-    ("single", 1, "--task TMP/raises.py", "--task TMP/raises.py, line 1: ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+    (
+        "single",
+        1,
+        "--task TMP/raises.py",
+        "--task TMP/raises.py, line 1: ModuleNotFoundError: No module named 'no_such_module_at_all'",
+    ),
     ("single", 1, "--task TMP/asks.py", "per_sample_loss asks for colour, which is no option"),
-    ("single", 1, "--output-dir TMP/junk.pt/run", "--output-dir TMP/junk.pt/run: TMP/junk.pt is not a folder"),
-    ("single", 1, "--output-dir TMP/run", "--output-dir TMP/run already holds a run; continue it with --resume auto"),
+    (
+        "single",
+        1,
+        "--output-dir TMP/junk.pt/run",
+        "--output-dir TMP/junk.pt/run: TMP/junk.pt is not a directory",
+    ),
+    (
+        "single",
+        1,
+        "--output-dir TMP/run",
+        "--output-dir TMP/run already holds a run; continue it with --resume auto",
+    ),
     ("single", 1, "--batch-size 1e3", "--batch-size: must be a whole number, at least 1, got 1e3"),
-    ("single", 1, f"--batch-size {10**400}", "--batch-size: must be a whole number, at least 1, got 1000"),
+    (
+        "single",
+        1,
+        f"--batch-size {10**400}",
+        "--batch-size: must be a whole number, at least 1, got 1000",
+    ),
     ("single", 1, "--epochs inf", "--epochs: must be a whole number, at least 1, got inf"),
     ("single", 1, "--timeout nan", "--timeout: must be a number, 1 to 1000000000, got nan"),
     ("single", 1, "--timeout 1e20", "--timeout: must be a number, 1 to 1000000000, got 1e20"),
-    ("single", 1, "--seed 1.5", "--seed: must be a whole number, 0 to 9223372036854775807, got 1.5"),
+    (
+        "single",
+        1,
+        "--seed 1.5",
+        "--seed: must be a whole number, 0 to 9223372036854775807, got 1.5",
+    ),
     ("single", 1, "--weight-decay -1", "--weight-decay: must be a number, at least 0, got -1"),
     ("single", 1, "--image-size 7", "--image-size: must be a whole number, at least 8, got 7"),
     ("single", 1, "--keep-every 0", "--keep-every: must be a whole number, at least 1, got 0"),
     ("single", 1, "--log-every 0", "--log-every: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--optimizer adamw --momentum 1", "--momentum 1: as the first beta of --optimizer adamw it must be below 1"),
+    (
+        "single",
+        1,
+        "--optimizer adamw --momentum 1",
+        "--momentum 1: as the first beta of adamw it must be below 1",
+    ),
     ("single", 1, "--optimizer adam", "--optimizer: invalid choice: 'adam'"),
-    ("single", 1, "--epochs 3 --warmup-epochs 4", "--warmup-epochs 4 is longer than the run, --epochs 3"),
-    ("single", 1, "--step-epochs 15 25", "--step-epochs 15 25 has no effect on --schedule cosine; use --schedule step or cyclic"),
-    ("single", 1, "--schedule cyclic --step-epochs 3 6", "--step-epochs 3 6: --schedule cyclic takes one number"),
-    ("single", 1, "--schedule step --step-epochs 0", "--step-epochs: must be a whole number, at least 1, got 0"),
+    (
+        "single",
+        1,
+        "--epochs 3 --warmup-epochs 4",
+        "--warmup-epochs 4 is longer than the run, --epochs 3",
+    ),
+    (
+        "single",
+        1,
+        "--step-epochs 15 25",
+        "--step-epochs 15 25 has no effect on --schedule cosine; use --schedule step or cyclic",
+    ),
+    (
+        "single",
+        1,
+        "--schedule cyclic --step-epochs 3 6",
+        "--step-epochs 3 6: --schedule cyclic takes one number",
+    ),
+    (
+        "single",
+        1,
+        "--schedule step --step-epochs 0",
+        "--step-epochs: must be a whole number, at least 1, got 0",
+    ),
     ("single", 1, "--schedule step --step-epochs", "--step-epochs: expected at least one argument"),
     ("single", 1, "--freeze", "--freeze: expected at least one argument"),
     ("single", 1, "--freeze conv1.* conv2.* conv3.* head.*", "nothing is left to train"),
@@ -186,36 +341,126 @@ CASES = [
     ("single", 1, "--resume=", "--resume: must not be empty, got ''"),
     ("single", 1, f"--output-dir TMP/{'long' * 99}", "longlong: File name too long"),
     ("single", 1, f"--resume TMP/{'long' * 99}", "longlong: File name too long"),
-    ("single", 1, "--output-dir TMP/junk.pt", "--output-dir TMP/junk.pt: TMP/junk.pt is not a folder"),
-    ("single", 1, "--output-dir TMP/nowhere", "--output-dir TMP/nowhere: TMP/nowhere is not a folder"),
-    ("single", 1, "--output-dir TMP/closed/run", "--output-dir TMP/closed/run: TMP/closed is read-only"),
+    (
+        "single",
+        1,
+        "--output-dir TMP/junk.pt",
+        "--output-dir TMP/junk.pt: TMP/junk.pt is not a directory",
+    ),
+    (
+        "single",
+        1,
+        "--output-dir TMP/nowhere",
+        "--output-dir TMP/nowhere: TMP/nowhere is not a directory",
+    ),
+    (
+        "single",
+        1,
+        "--output-dir TMP/closed/run",
+        "--output-dir TMP/closed/run: TMP/closed is read-only",
+    ),
     ("single", 1, "--compile yes", "unrecognized arguments: yes"),
     ("single", 1, "--compile=yes", "--compile/--no-compile: ignored explicit argument 'yes'"),
-    ("dp", 2, "--replicas 3", "--replicas 3 contradicts 2, which N of run.sh"),
-    ("spawn", 2, "--nproc 3", "--nproc 3 contradicts 2, which N of run.sh"),
+    (
+        "dp",
+        2,
+        "--replicas 3",
+        "--replicas 3 conflicts with 2, given earlier, by N of run.sh or by the option",
+    ),
+    (
+        "spawn",
+        2,
+        "--nproc 3",
+        "--nproc 3 conflicts with 2, given earlier, by N of run.sh or by the option",
+    ),
     ("spawn", 2, "--replicas 2", "unrecognized arguments: --replicas 2"),
     ("ddp", 2, "--nproc 2", "unrecognized arguments: --nproc 2"),
-    ("spawn", 2, "--dist-url tcp://localhost:99999", "--dist-url tcp://localhost:99999: must be tcp://HOST:PORT with a port of 1 to 65535"),
-    ("spawn", 2, "--dist-url tcp://localhost:0", "--dist-url tcp://localhost:0: must be tcp://HOST:PORT with a port of 1 to 65535"),
-    ("single", 1, "--resume TMP/format.pt", "--resume TMP/format.pt: not a checkpoint of this program: model, optimizer,"),
-    ("single", 1, "--resume TMP/listed.pt", "--resume TMP/listed.pt: not a checkpoint of this program: config missing or wrong"),
-    ("single", 1, "--resume TMP/negative.pt", "--resume TMP/negative.pt: not a checkpoint of this program: step missing or wrong"),
-    ("single", 1, "--resume TMP/beyond.pt", "--resume TMP/beyond.pt: not a checkpoint of this program: epoch, best missing or wrong"),
-    ("single", 1, "--resume TMP/other.pt", "--resume TMP/other.pt: not a checkpoint of this program (format 1)"),
-    ("single", 1, "--resume TMP/tensor.pt", "--resume TMP/tensor.pt: not a checkpoint of this program (format 1)"),
-    ("single", 1, "--resume TMP/samples.pt", "--resume TMP/samples.pt: the training set had 1436 samples, and has 1437 now;"),
+    (
+        "spawn",
+        2,
+        "--dist-url tcp://localhost:99999",
+        "--dist-url tcp://localhost:99999: must be tcp://HOST:PORT with a port of 1 to 65535",
+    ),
+    (
+        "spawn",
+        2,
+        "--dist-url tcp://localhost:0",
+        "--dist-url tcp://localhost:0: must be tcp://HOST:PORT with a port of 1 to 65535",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/format.pt",
+        "--resume TMP/format.pt: not a checkpoint of this program: model, optimizer,",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/listed.pt",
+        "--resume TMP/listed.pt: not a checkpoint of this program: config missing or wrong",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/negative.pt",
+        "--resume TMP/negative.pt: not a checkpoint of this program: step missing or wrong",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/beyond.pt",
+        "--resume TMP/beyond.pt: not a checkpoint of this program: epoch, best missing or wrong",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/other.pt",
+        "--resume TMP/other.pt: not a checkpoint of this program (format 1)",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/tensor.pt",
+        "--resume TMP/tensor.pt: not a checkpoint of this program (format 1)",
+    ),
+    (
+        "single",
+        1,
+        "--resume TMP/samples.pt",
+        "--resume TMP/samples.pt: the training set had 1436 samples, and has 1437 now;",
+    ),
     (
         "single",
         1,
         "--resume TMP/weights.pt",
         "--resume TMP/weights.pt: its weights do not fit the model: RuntimeError: Error(s) in loading",
     ),
-    ("single", 1, "--output-dir TMP/run --resume auto", "--resume TMP/run/last.pt: damaged, or not a checkpoint"),
-    ("single", 1, "--output-dir TMP/new --resume auto --eval-only", "--resume auto: there is no checkpoint in TMP/new to evaluate"),
-    ("single", 1, "--task TMP", "--task TMP: is a folder; name a file in it"),
-    ("single", 1, "--task TMP/task.txt", "--task TMP/task.txt: must be a Python file with a name that ends in .py"),
+    (
+        "single",
+        1,
+        "--output-dir TMP/run --resume auto",
+        "--resume TMP/run/last.pt: damaged, or not a checkpoint",
+    ),
+    (
+        "single",
+        1,
+        "--output-dir TMP/new --resume auto --eval-only",
+        "--resume auto: there is no checkpoint in TMP/new to evaluate",
+    ),
+    ("single", 1, "--task TMP", "--task TMP: is a directory; name a file in it"),
+    (
+        "single",
+        1,
+        "--task TMP/task.txt",
+        "--task TMP/task.txt: must be a Python file with a name that ends in .py",
+    ),
     ("single", 1, "--task TMP/neighbour.py", "--task TMP/neighbour.py, line 1: SyntaxError"),
-    ("single", 1, "--task TMP/leaves.py", "--task TMP/leaves.py, line 3: SystemExit: usage: leaves.py FILE"),
+    (
+        "single",
+        1,
+        "--task TMP/leaves.py",
+        "--task TMP/leaves.py, line 3: SystemExit: usage: leaves.py FILE",
+    ),
     ("single", 1, "--task TMP/null.py", "--task TMP/null.py"),
     ("single", 1, "--task TMP/bytes.py", "--task TMP/bytes.py, line 1: SyntaxError"),
     *[
@@ -223,52 +468,126 @@ CASES = [
         for name, message in [
             ("no-val", "--data-dir TMP/no-val: needs train/ and val/"),
             ("no-train", "--data-dir TMP/no-train: needs train/ and val/"),
-            ("no-class", "--data-dir TMP/no-class: Couldn't find any class folder in TMP/no-class/train"),
+            (
+                "no-class",
+                "--data-dir TMP/no-class: Couldn't find any class folder in TMP/no-class/train",
+            ),
             ("empty", "--data-dir TMP/empty: Found no valid file for the classes b."),
-            ("more", "--data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c"),
-            ("fewer", "--data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b"),
-            ("torn", "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: "),
+            (
+                "more",
+                "--data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c",
+            ),
+            (
+                "fewer",
+                "--data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b",
+            ),
+            (
+                "torn",
+                "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: ",
+            ),
         ]
     ],
-    ("single", 1, "--model resnet18", "--task TASK: the model of build_model: RuntimeError: Given groups=1"),
+    (
+        "single",
+        1,
+        "--model resnet18",
+        "--task TASK: the model of build_model: RuntimeError: Given groups=1",
+    ),
     *[
         ("single", 1, f"--task TMP/{name}.py", f"--task TMP/{name}.py: {message}")
         for name, message in [
-            ("loss-mean", "per_sample_loss must be one number a sample, shape [2] for 2 samples, got shape []"),
-            ("loss-number", "per_sample_loss must be one number a sample, shape [2] for 2 samples, got float"),
-            ("loss-column", "per_sample_loss must be one number a sample, shape [2] for 2 samples, got shape [2, 1]"),
-            ("loss-none", "per_sample_loss must be one number a sample, shape [2] for 2 samples, got NoneType"),
+            (
+                "loss-mean",
+                "per_sample_loss must be one number per sample, shape [2] for 2 samples, got shape []",
+            ),
+            (
+                "loss-number",
+                "per_sample_loss must be one number per sample, shape [2] for 2 samples, got float",
+            ),
+            (
+                "loss-column",
+                "per_sample_loss must be one number per sample, shape [2] for 2 samples, got shape [2, 1]",
+            ),
+            (
+                "loss-none",
+                "per_sample_loss must be one number per sample, shape [2] for 2 samples, got NoneType",
+            ),
             ("loss-target", "per_sample_loss, line 5: RuntimeError: "),
-            ("metrics-empty", "per_sample_metrics must return at least one metric, as {'accuracy': tensor of [n]}, got {}"),
-            ("metrics-none", "per_sample_metrics must return at least one metric, as {'accuracy': tensor of [n]}, got None"),
-            ("metrics-mean", "per_sample_metrics: accuracy must be one number a sample, shape [2] for 2 samples, got shape []"),
-            ("metrics-number", "per_sample_metrics: accuracy must be one number a sample, shape [2] for 2 samples, got float"),
-            ("metrics-unnamed", "per_sample_metrics: a metric must be named by a text that the log does not use itself, got 1"),
+            (
+                "metrics-empty",
+                "per_sample_metrics must return at least one metric, as {'accuracy': tensor of [n]}, got {}",
+            ),
+            (
+                "metrics-none",
+                "per_sample_metrics must return at least one metric, as {'accuracy': tensor of [n]}, got None",
+            ),
+            (
+                "metrics-mean",
+                "per_sample_metrics: accuracy must be one number per sample, shape [2] for 2 samples, got shape []",
+            ),
+            (
+                "metrics-number",
+                "per_sample_metrics: accuracy must be one number per sample, shape [2] for 2 samples, got float",
+            ),
+            (
+                "metrics-unnamed",
+                "per_sample_metrics: a metric must be named by a text that the log does not use itself, got 1",
+            ),
             *(
-                (f"metrics-{name}", f"per_sample_metrics: a metric must be named by a text that the log does not use itself, got '{name}'")
-                for name in sorted(options.RESERVED)
+                (
+                    f"metrics-{name}",
+                    f"per_sample_metrics: a metric must be named by a text that the log does not use itself, got '{name}'",
+                )
+                for name in sorted(machinery.check.RESERVED)
             ),
             ("model-none", "build_model must return an nn.Module with parameters, got NoneType"),
             ("model-empty", "build_model must return an nn.Module with parameters, got Flatten"),
-            ("model-raises", "build_model, line 5: TypeError: Linear.__init__() got an unexpected keyword argument 'colour'"),
+            (
+                "model-raises",
+                "build_model, line 5: TypeError: Linear.__init__() got an unexpected keyword argument 'colour'",
+            ),
             ("model-shape", "the model of build_model, line 8: RuntimeError: "),
-            ("model-training", "the model of build_model, line 8: AttributeError: 'Tensor' object has no attribute 'nonsense'"),
+            (
+                "model-training",
+                "the model of build_model, line 8: AttributeError: 'Tensor' object has no attribute 'nonsense'",
+            ),
             ("outputs-shape", "per_sample_loss: RuntimeError: "),
             ("outputs-tuple", "per_sample_loss: TypeError: "),
             ("data-none", "build_datasets: TypeError: cannot unpack non-iterable NoneType object"),
             ("data-one", "build_datasets: ValueError: too many values to unpack (expected 2)"),
-            ("data-endless", "build_datasets: TypeError: object of type 'tuple_iterator' has no len()"),
-            ("data-missing", "build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'"),
-            ("data-triple", "the first 2 samples of the training set: a sample must be (input, target), got 3 parts"),
-            ("data-alone", "the first 2 samples of the training set: a sample must be (input, target), got Tensor"),
-            ("data-text", "the first 2 samples of the training set: TypeError: a sample holds tensors"),
+            (
+                "data-endless",
+                "build_datasets: TypeError: object of type 'tuple_iterator' has no len()",
+            ),
+            (
+                "data-missing",
+                "build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'",
+            ),
+            (
+                "data-triple",
+                "the first 2 samples of the training set: a sample must be (input, target), got 3 parts",
+            ),
+            (
+                "data-alone",
+                "the first 2 samples of the training set: a sample must be (input, target), got Tensor",
+            ),
+            (
+                "data-text",
+                "the first 2 samples of the training set: TypeError: a sample holds tensors",
+            ),
             ("data-ragged", "the first 2 samples of the training set: RuntimeError: "),
-            ("data-unreadable", "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: image file is truncated"),
+            (
+                "data-unreadable",
+                "the first 2 samples of the training set: RuntimeError: sample 0 cannot be read: image file is truncated",
+            ),
         ]
     ],
     ("single", 1, "--task TMP/data-empty.py", "the evaluation set is empty"),
 ]
-CASES = [(mode, n, arguments, message.replace("TASK", str(ROOT / "task.py"))) for mode, n, arguments, message in CASES]
+CASES = [
+    (mode, n, arguments, message.replace("TASK", str(ROOT / "task.py")))
+    for mode, n, arguments, message in CASES
+]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +595,10 @@ def folder(tmp_path_factory):
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("bad input")
-    for name, text in [*FILES.items(), *((f"{name}.py", HEAD + text) for name, text in TASKS.items())]:
+    for name, text in [
+        *FILES.items(),
+        *((f"{name}.py", HEAD + text) for name, text in TASKS.items()),
+    ]:
         (folder / name).write_text(text)
     (folder / "bytes.py").write_bytes(bytes(range(128, 256)))
     for name, value in CHECKPOINTS.items():
@@ -301,19 +623,29 @@ def contents(folder):
     return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(("mode", "n", "arguments", "message"), CASES, ids=[f"{mode}-{n} {text[:99]}" for mode, n, text, _ in CASES])
+@pytest.mark.parametrize(
+    ("mode", "n", "arguments", "message"),
+    CASES,
+    ids=[f"{mode}-{n} {text[:99]}" for mode, n, text, _ in CASES],
+)
 def test_bad_input_is_refused_by_name(mode, n, arguments, message, folder, monkeypatch, capfd):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)  # the same words on every machine
+    monkeypatch.setattr(
+        "torch.accelerator.is_available", lambda: False
+    )  # the same words on every machine
     access = os.access  # to root no folder is read-only
-    monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "closed" and access(path, how))
+    monkeypatch.setattr(
+        os, "access", lambda path, how: Path(path).name != "closed" and access(path, how)
+    )
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(folder)
     before = contents(folder)
     argv = [part.replace("TMP", str(folder)) for part in arguments.split()]
-    with pytest.raises(options.UsageError) as error:
+    with pytest.raises(common.UsageError) as error:
         check(mode, n, *argv)
-    given = re.sub(r"line \d+(?=: FileNotFoundError: (?:Could|Found))", "line LINE", str(error.value))  # a line of task.py
+    given = re.sub(
+        r"line \d+(?=: FileNotFoundError: (?:Could|Found))", "line LINE", str(error.value)
+    )  # a line of task.py
     assert message.replace("TMP", str(folder)) in given
     assert "\n" not in str(error.value), "one line"
     assert contents(folder) == before, "nothing written"
@@ -326,64 +658,124 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["bash", "run.sh", "fsdp", "2"], "unknown mode 'fsdp'; use: bash run.sh single|dp|ddp|spawn"),
+        (
+            ["bash", "run.sh", "fsdp", "2"],
+            "unknown mode 'fsdp'; use: bash run.sh single|dp|ddp|spawn",
+        ),
         (["bash", "run.sh", "--nproc", "2"], "unknown mode '--nproc'"),
-        (["bash", "run.sh", "ddp", "0"], "N = 0: must be a whole number, at least 1, as in: bash run.sh ddp 2"),
+        (
+            ["bash", "run.sh", "ddp", "0"],
+            "N = 0: must be a whole number, at least 1, as in: bash run.sh ddp 2",
+        ),
         (["bash", "run.sh", "spawn", "-3"], "N = -3: must be a whole number, at least 1"),
         (["bash", "run.sh", "ddp", "2.5"], "N = 2.5: must be a whole number, at least 1"),
         (["bash", "run.sh", "dp", "two"], "N = two: must be a whole number, at least 1"),
         (["bash", "run.sh", "ddp", ""], "N = : must be a whole number, at least 1"),
-        (["bash", "run.sh", "ddp", "a[$(touch owned)]"], "N = a[$(touch owned)]: must be a whole number, at least 1"),
+        (
+            ["bash", "run.sh", "ddp", "a[$(touch owned)]"],
+            "N = a[$(touch owned)]: must be a whole number, at least 1",
+        ),
         (["bash", "run.sh", "single", "2"], "N = 2: single trains on one device"),
         (
             ["bash", "run.sh", "ddp", "08", "--batch-size", "7", "--device", "cpu"],
             "train_ddp.py: error: --batch-size 7 cannot be cut into 8 devices",
         ),
-        ([sys.executable, "train_ddp.py"], "no launcher ('RANK' is not set). Start it with torchrun"),
         (
-            [sys.executable, "train_spawn.py", "--nproc", "2", "--batch-size", "5000", "--device", "cpu"],
+            [sys.executable, "train_ddp.py"],
+            "no launcher ('RANK' is not set). Start it with torchrun",
+        ),
+        (
+            [
+                sys.executable,
+                "train_spawn.py",
+                "--nproc",
+                "2",
+                "--batch-size",
+                "5000",
+                "--device",
+                "cpu",
+            ],
             "--batch-size 5000 is larger than the training set",
         ),
-        ([sys.executable, "train_single.py", "--lr", "fast"], "--lr: must be a number, at least 0, got fast"),
+        (
+            [sys.executable, "train_single.py", "--lr", "fast"],
+            "--lr: must be a number, at least 0, got fast",
+        ),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
 def test_bad_command_line_ends_with_code_2_and_one_line(command, message, tmp_path):
-    command = [str(ROOT / part) if part in ("run.sh", "train_single.py", "train_spawn.py", "train_ddp.py") else part for part in command]
-    finished = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    command = [
+        str(ROOT / part)
+        if part in ("run.sh", "train_single.py", "train_spawn.py", "train_ddp.py")
+        else part
+        for part in command
+    ]
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
     assert finished.returncode == 2
     assert message in finished.stderr and finished.stderr.count("\n") == 1, finished.stderr
     assert finished.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)], ids=["nothing", "--help", "-h"])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)], ids=["nothing", "--help", "-h"]
+)
 def test_run_sh_shows_its_usage(arguments, code):
-    finished = subprocess.run(["bash", ROOT / "run.sh", *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    shown, rest = (finished.stdout, finished.stderr) if code == 0 else (finished.stderr, finished.stdout)
+    finished = subprocess.run(
+        ["bash", ROOT / "run.sh", *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    shown, rest = (
+        (finished.stdout, finished.stderr) if code == 0 else (finished.stderr, finished.stdout)
+    )
     assert finished.returncode == code and rest == ""
-    assert shown.startswith("bash run.sh MODE [N] [options]") and "N defaults to" in shown and "set -" not in shown
+    assert (
+        shown.startswith("bash run.sh MODE [N] [options]")
+        and "N defaults to" in shown
+        and "set -" not in shown
+    )
 
 
 def test_more_processes_than_accelerators_is_refused(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: options.torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    for mode, argv, world_size in [("ddp", [], 3), ("dp", ["--replicas", "3"], None), ("spawn", ["--nproc", "3"], None)]:
-        with pytest.raises(options.UsageError, match="3 processes or replicas, but only 2 accelerators; use 2, or --device cpu"):
-            options.parse_args(mode, argv, world_size)
-        options.parse_args(mode, [*argv, "--device", "cpu"], world_size)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of a launcher around run.sh, which says how many it is going to start
-    options.parse_args("ddp", [], 2)
-    assert options.parse_args("dp", []).replicas == options.parse_args("spawn", []).nproc == 2, "by default all accelerators"
-    monkeypatch.setattr("options.take_ranks_of_slurm", lambda: True)  # which may show each of 8 tasks two devices of its own
-    options.parse_args("ddp", [])
+    for mode, argv, world_size in [
+        ("ddp", [], 3),
+        ("dp", ["--replicas", "3"], None),
+        ("spawn", ["--nproc", "3"], None),
+    ]:
+        with pytest.raises(
+            common.UsageError,
+            match="3 processes or replicas, but only 2 accelerators; use 2, or --device cpu",
+        ):
+            machinery.options.parse_args(mode, argv, world_size)
+        machinery.options.parse_args(mode, [*argv, "--device", "cpu"], world_size)
+    monkeypatch.setenv(
+        "LOCAL_WORLD_SIZE", "8"
+    )  # of a launcher around run.sh, which says how many it is going to start
+    machinery.options.parse_args("ddp", [], 2)
+    assert (
+        machinery.options.parse_args("dp", []).replicas
+        == machinery.options.parse_args("spawn", []).nproc
+        == 2
+    ), "by default all accelerators"
+    monkeypatch.setattr(
+        "machinery.options.take_ranks_of_slurm", lambda: True
+    )  # which may show each of 8 tasks two devices of its own
+    machinery.options.parse_args("ddp", [])
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
 def test_booleans_can_be_turned_off_and_help_is_readable(mode):
-    parser = options.build_parser(mode)
+    parser = machinery.options.build_parser(mode)
     text = parser.format_help()
-    for name, value in vars(options.parse_args(mode, [])).items():
+    for name, value in vars(machinery.options.parse_args(mode, [])).items():
         if isinstance(value, bool):
             option = name.replace("_", "-")
             assert getattr(parser.parse_args([f"--{option}"]), name) is True
@@ -392,24 +784,43 @@ def test_booleans_can_be_turned_off_and_help_is_readable(mode):
     assert all(action.help for action in visible) and len(visible) > 40
     assert all(entry.count("(default: ") <= 1 for entry in text.split("\n  --")), "said once"
     assert "default: None" not in text and "default: []" not in text
-    assert all(group in text for group in ("data:", "model:", "optimization:", "speed and precision:", "distribution:", "run:"))
+    assert all(
+        group in text
+        for group in (
+            "data:",
+            "model:",
+            "optimization:",
+            "speed and precision:",
+            "distribution:",
+            "run:",
+        )
+    )
 
 
 def test_options_have_the_same_names_and_defaults_in_all_modes():
-    own = {"dp": {"replicas"}, "spawn": {"nproc", "nnodes", "node_rank", "dist_url"}}
-    plain = vars(options.parse_args("single", []))
+    nodes = {"nnodes", "node_rank"}
+    own = {
+        "dp": {"replicas"},
+        "ddp": nodes | {"master_addr", "master_port"},
+        "spawn": nodes | {"nproc", "dist_url"},
+    }
+    plain = vars(machinery.options.parse_args("single", []))
     for mode in ("dp", "ddp", "spawn"):
-        args = vars(options.parse_args(mode, []))
-        assert {name: value for name, value in args.items() if name not in own.get(mode, ())} == plain
+        args = vars(machinery.options.parse_args(mode, []))
+        assert {
+            name: value for name, value in args.items() if name not in own.get(mode, ())
+        } == plain
         assert args.keys() - plain.keys() == own.get(mode, set())
 
 
 def test_model_that_only_the_accelerator_can_run_is_not_refused(folder, monkeypatch):
-    args = options.parse_args("single", ["--task", str(folder / "model-shape.py"), "--device", "cpu"])
-    with pytest.raises(options.UsageError, match="the model of build_model"):
-        options.check_run(args)
-    monkeypatch.setattr(options, "resolve_device_type", lambda name: "cuda")
-    options.check_run(args)
+    args = machinery.options.parse_args(
+        "single", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
+    )
+    with pytest.raises(common.UsageError, match="the model of build_model"):
+        machinery.check.check_run(args)
+    monkeypatch.setattr(machinery.check, "resolve_device_type", lambda name: "cuda")
+    machinery.check.check_run(args)
 
 
 @pytest.mark.parametrize(
@@ -431,11 +842,16 @@ def test_unusual_but_good_input_is_accepted(arguments, folder, monkeypatch):
 
 def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(options.UsageError, match="--tensorboard needs the package tensorboard"):
+    with pytest.raises(common.UsageError, match="--tensorboard needs the package tensorboard"):
         check("single", 1, "--tensorboard")
-    monkeypatch.setattr("torch.hub.urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError("no network")))
+    monkeypatch.setattr(
+        "torch.hub.urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
+    )
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(options.UsageError, match=r"build_model with --weights default, line \d+: OSError: no network"):
+    with pytest.raises(
+        common.UsageError,
+        match=r"build_model with --weights default, line \d+: OSError: no network",
+    ):
         check("single", 1, "--weights", "default", "--model", "resnet18")
 
 
@@ -443,20 +859,29 @@ def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
 def test_rank_of_an_outer_launcher_does_not_switch_the_check_off(mode, folder, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    with pytest.raises(options.UsageError, match="the model of build_model"):
-        check(mode, 2 if mode != "single" else 1, "--task", str(folder / "model-shape.py"), "--device", "cpu")
+    with pytest.raises(common.UsageError, match="the model of build_model"):
+        check(
+            mode,
+            2 if mode != "single" else 1,
+            "--task",
+            str(folder / "model-shape.py"),
+            "--device",
+            "cpu",
+        )
 
 
 def test_every_task_of_srun_checks(folder, monkeypatch):
     """torchrun ends the other ranks if the first has found something wrong; srun would let them wait for it."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    args = options.parse_args("ddp", ["--task", str(folder / "model-shape.py"), "--device", "cpu"])
-    with pytest.raises(options.UsageError, match="the model of build_model"):
-        options.check_run(args)
+    args = machinery.options.parse_args(
+        "ddp", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
+    )
+    with pytest.raises(common.UsageError, match="the model of build_model"):
+        machinery.check.check_run(args)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    options.check_run(args)
+    machinery.check.check_run(args)
 
 
 @pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])
 def test_local_rank_is_accepted_in_both_spellings(spelling):
-    assert options.parse_args("ddp", [spelling]).local_rank == 3
+    assert machinery.options.parse_args("ddp", [spelling]).local_rank == 3

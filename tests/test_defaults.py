@@ -1,6 +1,5 @@
 """What a run does if nothing is said, what may differ, and the range of each number."""
 
-import json
 import os
 import re
 import sys
@@ -9,13 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import TASKS, make_args
+from harness import ROOT, TASKS, make_args
 from runs import make_run
 
-import checkpoint
 import common
-import launch
-import options
+import machinery.check
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.tasks
 
 DEFAULTS = {
     "dataset": "digits",
@@ -68,7 +70,11 @@ DEFAULTS = {
 def test_defaults():
     found = vars(make_args())
     assert {name: found[name] for name in DEFAULTS} == DEFAULTS
-    assert found.keys() - DEFAULTS.keys() <= {"task", "local_rank", "eval_batch_size"}  # the last depends on others
+    assert found.keys() - DEFAULTS.keys() <= {
+        "task",
+        "local_rank",
+        "eval_batch_size",
+    }  # the last depends on others
 
 
 # ------------------------------------------------------------ what may differ, and where
@@ -139,8 +145,8 @@ def test_what_may_change_at_resume(name):
         config = {**vars(args), name: CHANGED[name]}
         vars(args).update(changes)
         try:
-            checkpoint.check_config(args, config, path)
-        except options.UsageError as error:
+            machinery.files.check_config(args, config, path)
+        except common.UsageError as error:
             option = name.replace("_", "-")
             told = f"--{option} {DEFAULTS[name]}: {path} was made with {CHANGED[name]}; use that"
             assert str(error).startswith(told)
@@ -152,20 +158,22 @@ def test_what_may_change_at_resume(name):
         assert refused(eval_only=True) == (name in ANOTHER_EVALUATION)
     args, config = make_args(), vars(make_args())
     del config[name]
-    checkpoint.check_config(args, config, path)  # of a version that did not have the option
+    machinery.files.check_config(args, config, path)  # of a version that did not have the option
 
 
 def test_what_may_differ_between_nodes():
-    known = vars(options.build_parser("spawn").parse_args([]))
-    several = {"task", "local_rank", "node_rank", "dist_url"}
-    assert OF_A_NODE | several == checkpoint.OWN and known.keys() >= checkpoint.OWN
+    modes = ("single", "dp", "ddp", "spawn")
+    known = set().union(*(vars(make_args(mode, "--device", "cpu")) for mode in modes))
+    several = {"task", "local_rank", "node_rank", "master_addr", "master_port", "dist_url"}
+    found = machinery.options.keys(machinery.options.PER_NODE)
+    assert OF_A_NODE | several == found and known >= found
 
 
 def test_checkpoint_lacks_nothing(tmp_path, handlers):
     """A file without one of its parts, or with another kind of it, is refused by name."""
     run = make_run(tmp_path)
     run.save("last.pt")
-    whole = torch.load(run.folder / "last.pt", weights_only=True)
+    whole = torch.load(run.files.directory / "last.pt", weights_only=True)
     names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
     names += ["epoch", "step", "global_step", "samples"]
     assert set(names) | {"format", "best"} == whole.keys()
@@ -175,29 +183,29 @@ def test_checkpoint_lacks_nothing(tmp_path, handlers):
         for changes in ({}, {name: "text"}, {name: None}, {name: -1}):
             torch.save({**broken, **changes}, path)
             with pytest.raises(
-                options.UsageError,
+                common.UsageError,
                 match=f"not a checkpoint of this program: {name} missing",
             ):
-                checkpoint.load_checkpoint(path)
+                common.load_checkpoint(path)
     torch.save({**whole, "best": "text"}, path)
-    with pytest.raises(options.UsageError, match="best missing or wrong"):
-        checkpoint.load_checkpoint(path)
+    with pytest.raises(common.UsageError, match="best missing or wrong"):
+        common.load_checkpoint(path)
     for best in (None, 0.5):
         torch.save({**whole, "best": best}, path)
-        assert checkpoint.load_checkpoint(path)["best"] == best
+        assert common.load_checkpoint(path)["best"] == best
 
 
 def test_folder_of_a_run_without_a_name(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     args = make_args("single", "--model", "resnet9")
-    folder = checkpoint.output_folder(args)
+    folder = machinery.files.output_directory(args)
     assert folder.parent == Path("runs")
     assert re.fullmatch(rf"digits-resnet9-\d{{8}}-\d{{6}}-{os.getpid()}", folder.name)
     for run_id, unique in (("none", str(os.getpid())), ("job-7", "job-7")):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-        assert checkpoint.output_folder(args).name.endswith(f"-{unique}")
+        assert machinery.files.output_directory(args).name.endswith(f"-{unique}")
     args.output_dir = "here"
-    assert checkpoint.output_folder(args) == Path("here")
+    assert machinery.files.output_directory(args) == Path("here")
 
 
 # ------------------------------------------------------------ ranges
@@ -230,7 +238,7 @@ def test_ranges(name):
         value = vars(make_args("single", f"--{name}={text}"))[name.replace("-", "_")]
         assert value == float(text) if abs(value) < 2**53 else value == int(text)
     for text in outside:
-        with pytest.raises(options.UsageError, match=f"--{name} ?.*{text}"):
+        with pytest.raises(common.UsageError, match=f"--{name} ?.*{text}"):
             make_args("single", f"--{name}={text}")
 
 
@@ -240,7 +248,7 @@ def test_devices_of_a_cpu_are_two(mode, option):
     assert vars(make_args(mode, *argv))[option] == 2
     assert vars(make_args(mode, *argv, f"--{option}", "64"))[option] == 64
     for wrong in ("0", "65"):  # 65 devices cannot share a batch of 64
-        with pytest.raises(options.UsageError):
+        with pytest.raises(common.UsageError):
             make_args(mode, *argv, f"--{option}", wrong)
 
 
@@ -251,66 +259,136 @@ def test_settings_of_powersgd():
     told = []
     model = SimpleNamespace(register_comm_hook=lambda state, hook: told.append(state))
     args, scaler = make_args("ddp", "--grad-compress", "powersgd"), SimpleNamespace(in_a_row=0)
-    common.compress_gradients(args, model, scaler)
+    common.compress_gradients(model, args.grad_compress, scaler)
     (state,) = told
     assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (4, 10)
 
 
 def test_port_of_several_nodes():
     argv = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "node0"]
-    assert options.parse_nodes(argv)[0].master_port == 29500
-    nodes, rest = options.parse_nodes([*argv, "--master-port", "7", "--lr", "1"])
-    assert (nodes.master_port, rest) == (7, ["--lr", "1"])
-    nodes, rest = options.parse_nodes(["--seed", "2"])
-    assert (nodes.nnodes, nodes.node_rank, rest) == (1, None, ["--seed", "2"])
+    assert make_args("ddp", *argv).master_port == 29500
+    args = make_args("ddp", *argv, "--master-port", "7", "--lr", "1")
+    assert (args.master_port, args.lr) == (7, 1)
+    args = make_args("ddp", "--seed", "2")
+    assert (args.nnodes, args.node_rank, args.master_addr) == (1, 0, None)
 
 
 def test_build_says_how_many_tensors_are_frozen(capsys):
     args = make_args("single", "--freeze", "conv1.*", "head.bias")
-    common.build_net(args, common.load_task(args), torch.device("cpu"))
+    machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
     assert capsys.readouterr().out == "frozen: 3 of 8 parameter tensors\n"
     args = make_args()
-    common.build_net(args, common.load_task(args), torch.device("cpu"))
+    machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_what_torchrun_is_told(several, monkeypatch, handlers):
-    """--timeout in whole seconds, not fewer; restarts on one machine only."""
-    from torch.distributed import run
+FAILED, LOST = machinery.processes.FAILED, machinery.processes.LOST
+ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all nodes again with --resume auto"
+SEVERAL = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "7"]
 
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_the_ranks_are_told(several, monkeypatch):
+    """The variables of torchrun, and the options as they were given."""
+    monkeypatch.setattr(os, "environ", {"HOME": "/root", "RANK": "7", "MASTER_PORT": "1"})
     told = []
-    for name in ("LAUNCH_END_FILE", "LAUNCH_PID", "LAUNCH_MEETING_FILE", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(run, "main", told.append)
-    monkeypatch.setattr(sys, "argv", ["train_ddp.py"])
-    nodes = SimpleNamespace(nnodes=2 if several else 1, node_rank=1)
-    nodes.master_addr, nodes.master_port = "node0", 7
-    assert launch.torchrun(3, ["--lr", "1"], nodes, 30.5) == 0
-    (argv,) = told
-    assert argv[-5:] == ["--nproc-per-node", "3", "train_ddp.py", "--lr", "1"]
-    pairs = dict(zip(argv[:-5:2], argv[1:-5:2]))
-    del pairs["--log-dir"]
-    if several:
-        wanted = {"--nnodes": "2", "--node-rank": "1", "--master-addr": "node0"}
-        wanted |= {"--master-port": "7", "--rdzv-conf": "timeout=31", "--max-restarts": "0"}
-        assert pairs == wanted
-    else:
-        assert pairs.pop("--rdzv-id") and pairs.pop("--rdzv-endpoint")
-        wanted = {"--rdzv-backend": "c10d", "--rdzv-conf": "store_type=file"}
-        assert pairs == {**wanted, "--max-restarts": "3"}
+    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of the tests' own process
+    monkeypatch.setattr("subprocess.Popen", lambda command, env: told.append((command, env)))
+    argv = ["--lr", "1", *(SEVERAL if several else [])]
+    machinery.launch.start(argv, 3, make_args("ddp", *argv), attempt=2)
+    first = 3 if several else 0  # this is the second of two machines
+    for local_rank, (command, environment) in enumerate(told):
+        assert command == [sys.executable, str(ROOT / "train_ddp.py"), *argv]
+        assert environment == {
+            "HOME": "/root",
+            "RANK": str(first + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": "6" if several else "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "7" if several else "29500",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+        }
+    assert len(told) == 3
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """Launch 2 ranks that do not start; return what each attempt found in its environment."""
+
+    def launch(endings, *argv, saves=True):
+        attempts = []
+
+        def start(given, devices, args, attempt):
+            assert devices == 2 and given == [*argv, "--output-dir", str(tmp_path)]
+            attempts.append({"attempt": attempt, **os.environ})
+            if saves:
+                (tmp_path / "last.pt").touch()
+
+        kept = {name: value for name, value in os.environ.items() if name == "PATH"}
+        monkeypatch.setattr(os, "environ", kept)
+        monkeypatch.setattr(machinery.launch, "start", start)
+        monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
+        monkeypatch.setattr(machinery.launch, "wait_for", lambda *_: endings[len(attempts) - 1])
+        monkeypatch.setattr(sys, "argv", ["launch.py", "2", *argv, "--output-dir", str(tmp_path)])
+        return machinery.launch.main(), attempts
+
+    return launch
+
+
+def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
+    code, attempts = launches([(FAILED, why) for why in ("lost", "", "first", "last")])
+    assert code == 1 and [each["attempt"] for each in attempts] == [0, 1, 2, 3]
+    causes = [each.get("LAUNCH_FAILURE") for each in attempts]
+    assert causes == [None, "lost", "a rank failed, as it says above", "first"]
+    for name in ("LAUNCH_PID", "TORCHELASTIC_RUN_ID", "LAUNCH_RENDEZVOUS_FILE"):
+        assert len({each[name] for each in attempts}) == 1, "one run of one launcher"
+    assert attempts[0]["LAUNCH_PID"] == str(os.getpid())
+    for library in ("GLOO", "NCCL"):
+        assert attempts[0][f"{library}_SOCKET_IFNAME"] == "lo", "nobody else can reach it"
+    assert capsys.readouterr().err == "train_ddp.py: last\n"
+
+
+@pytest.mark.parametrize(
+    ("endings", "options", "saves", "code"),
+    [
+        ([(FAILED, "lost"), (0, "")], [], True, 0),
+        ([(FAILED, "lost")], [], False, 1),  # the same would happen again
+        ([(FAILED, "lost")], SEVERAL, True, 1),  # the other machine would have to know
+        ([(1, "")], [], True, 1),  # the ranks ended together, for a reason that stays
+        ([(2, "")], [], True, 2),
+        ([(3, "")], [], True, 3),
+        ([(130, "")], [], True, 130),
+        ([(143, "")], [], True, 143),
+    ],
+    ids=[
+        "well",
+        "nothing saved",
+        "several machines",
+        "together",
+        "argument",
+        "diverged",
+        "INT",
+        "TERM",
+    ],
+)
+def test_when_the_launcher_restarts(endings, options, saves, code, launches):
+    found, attempts = launches(endings, *options, saves=saves)
+    assert found == code and len(attempts) == len(endings)
+    meets_in_a_file = "LAUNCH_RENDEZVOUS_FILE" in attempts[0]
+    assert meets_in_a_file == (not options), "several machines meet at --master-addr"
 
 
 @pytest.mark.parametrize("name", ["loss", "count", "event", "epoch", "global_step", 5])
 def test_names_that_the_log_uses_itself_are_no_metrics(name):
     args = make_args()
-    task = SimpleNamespace(**vars(common.load_task(args)))
+    task = machinery.tasks.load_task(args)
     net = task.build_model(args).eval()
     dataset = task.build_datasets(args)[1]
-    options.check_samples(args, task, net, dataset, "evaluation", "cpu")
-    task.per_sample_metrics = lambda outputs, targets: {"top1": targets * 1.0, name: targets * 1.0}
-    with pytest.raises(options.UsageError, match=f"the log does not use itself, got {name!r}"):
-        options.check_samples(args, task, net, dataset, "evaluation", "cpu")
+    machinery.check.Samples(args, task, net, "cpu").check(dataset, [0, 1], "evaluation")
+    task = task._replace(per_sample_metrics=lambda o, t: {"top1": t * 1.0, name: t * 1.0})
+    with pytest.raises(common.UsageError, match=f"the log does not use itself, got {name!r}"):
+        machinery.check.Samples(args, task, net, "cpu").check(dataset, [0, 1], "evaluation")
 
 
 def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
@@ -318,7 +396,7 @@ def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text("from small import *\n")
     (tmp_path / "small.py").write_text((TASKS / "small.py").read_text())
     monkeypatch.delitem(sys.modules, "small", raising=False)
-    common.load_task(make_args("single", "--task", str(tmp_path / "task.py")))
+    machinery.tasks.load_task(make_args("single", "--task", str(tmp_path / "task.py")))
     assert sys.modules["small"].__file__ == str(tmp_path / "small.py")
     assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
     monkeypatch.delitem(sys.modules, "small")
@@ -328,11 +406,12 @@ def test_optimizer_of_an_accelerator_goes_on_here(tmp_path, handlers):
     run = make_run(tmp_path)
     before = [group["fused"] for group in run.state.optimizer.param_groups]
     run.save("last.pt")
-    run.file.close()
-    saved = torch.load(run.folder / "last.pt", weights_only=True)
+    run.files.log.close()
+    path = run.files.directory / "last.pt"
+    saved = torch.load(path, weights_only=True)
     for group in saved["optimizer"]["param_groups"]:
         group["fused"] = True
-    torch.save(saved, run.folder / "last.pt")
+    torch.save(saved, path)
     run = make_run(tmp_path, "--resume", "auto")
     assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [False]
 
@@ -355,18 +434,28 @@ def test_options_of_a_loss_and_of_a_metric_are_filled_in(tmp_path):
     )
     path = str(tmp_path / "task.py")
     args = make_args("single", "--task", path, "--seed", "7", "--label-smoothing", "0.25")
-    task = common.load_task(args)
+    task = machinery.tasks.load_task(args)
     assert task.per_sample_loss("o", "t") == ("o", "t", 0.25, 0.1), "and no default counts"
     assert task.per_sample_metrics("o", "t") == ("o", "t", 7, 30)
 
 
-def test_earliest_failure_is_the_cause(tmp_path, monkeypatch):
-    """Files are in the order of their ranks; what failed first was written first."""
-    for rank, (message, written) in enumerate([("late", 30), ("first", 10), ("later", 20)]):
-        path = tmp_path / "attempt_0" / str(rank) / "error.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"message": {"message": message}}))
-        os.utime(path, (written, written))
-    error_file = tmp_path / "attempt_1" / "0" / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-    assert launch.earlier_failure() == "first"
+@pytest.mark.parametrize(
+    ("codes", "nnodes", "expected"),
+    [
+        ([0, 0], 1, (0, "")),
+        ([LOST, FAILED, LOST], 1, (FAILED, "")),  # who failed has told why; who lost it has not
+        ([LOST, 2], 1, (2, "")),
+        ([FAILED, 3], 1, (3, "")),
+        ([FAILED, 143], 1, (143, "")),
+        ([1, 1], 1, (1, "")),
+        ([LOST, -9], 1, (FAILED, "process 1 was killed by SIGKILL")),
+        ([LOST, 7], 1, (FAILED, "process 1 left with exit code 7")),
+        ([0, LOST], 1, (FAILED, "a rank left before the end")),
+        ([LOST, LOST], 2, (FAILED, ELSEWHERE)),
+        ([LOST, FAILED], 2, (FAILED, ELSEWHERE)),
+        ([2, LOST], 2, (2, "")),
+    ],
+)
+def test_cause_of_a_failure_is_not_what_followed_from_it(codes, nnodes, expected, handlers):
+    ended = [SimpleNamespace(exitcode=code) for code in codes]
+    assert machinery.launch.wait_for(ended, nnodes, []) == expected

@@ -10,8 +10,8 @@ from harness import in_group, train
 from pitfalls import BASE, printed
 from torch import nn
 
-import checkpoint
 import common
+import machinery.run
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "4"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -72,7 +72,13 @@ def check_many_drifts():
 
 def check_signs():
     """A difference may be of either sign, or a NaN."""
-    for value in (-1e300, 1e300, float("nan"), float("inf"), -0.0):  # the last has the smallest bits
+    for value in (
+        -1e300,
+        1e300,
+        float("nan"),
+        float("inf"),
+        -0.0,
+    ):  # the last has the smallest bits
         for drifting in range(dist.get_world_size()):
             net = make_net(torch.float64)
             net[3].bias.data.zero_()
@@ -110,7 +116,7 @@ def test_drift_of_any_parameter_on_any_rank_is_named():
 
 def drift_in_epoch_2(name, rank):
     """One number of rank 1 changes by about a billionth after the eighth of six steps an epoch."""
-    end_step = checkpoint.Run.end_step
+    end_step = machinery.run.Run.end_step
 
     def drifting(run, grad_norm):
         end_step(run, grad_norm)
@@ -119,7 +125,7 @@ def drift_in_epoch_2(name, rank):
         if rank == 1:
             print("step", json.dumps(run.state.global_step))
 
-    checkpoint.Run.end_step = drifting
+    machinery.run.Run.end_step = drifting
 
 
 @pytest.mark.parametrize("mode", ["ddp", "spawn"])

@@ -1,6 +1,5 @@
 """tests/equivalence.py notices: a run that is broken on purpose is a red cell and exit code 1, and the table has what it promises."""
 
-import contextlib
 import json
 
 import equivalence
@@ -22,7 +21,7 @@ class Unwrapped(nn.Module):
 
     def __init__(self, module, **options):
         super().__init__()
-        self.module, self.no_sync = module, contextlib.nullcontext
+        self.module = module
 
     def forward(self, inputs):
         return self.module(inputs)
@@ -37,7 +36,9 @@ class OneRank:
 
 def without_wrap(rank):
     train_ddp.DistributedDataParallel = train_spawn.DistributedDataParallel = Unwrapped
-    common.sync_buffers = lambda net: None  # which would raise: here the deviations themselves must tell
+    common.sync_buffers = lambda net: (
+        None
+    )  # which would raise: here the deviations themselves must tell
 
 
 def without_scale(rank):
@@ -54,10 +55,15 @@ def without_gradients_of_others(rank):
 
 
 def run(monkeypatch, tmp_path, patch, *options):
-    features = [feature._replace(modes=MODES) for feature in equivalence.FEATURES if feature.name in NAMES]
+    features = [
+        feature._replace(modes=MODES) for feature in equivalence.FEATURES if feature.name in NAMES
+    ]
     monkeypatch.setattr(equivalence, "FEATURES", features)
     code = equivalence.main(["--json", str(tmp_path / "cells.json"), *options], patch)
-    return code, {(cell["feature"], cell["mode"]): cell for cell in json.loads((tmp_path / "cells.json").read_text())}
+    return code, {
+        (cell["feature"], cell["mode"]): cell
+        for cell in json.loads((tmp_path / "cells.json").read_text())
+    }
 
 
 def test_whole_runs_pass(monkeypatch, tmp_path, capsys):
@@ -65,14 +71,24 @@ def test_whole_runs_pass(monkeypatch, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert code == 0 and len(cells) == 9 and all(cell["ok"] for cell in cells.values())
     assert all(cell["value"] <= 1e-10 for cell in cells.values())
-    assert sum(cell["value"] > 0 for cell in cells.values()) >= 6, "sums in another order are hardly ever all the same bits"
-    assert out.startswith("| feature ") and "\n\n9 cells, 0 of them above their bound." in out and "FAILED" not in err
+    assert sum(cell["value"] > 0 for cell in cells.values()) >= 6, (
+        "sums in another order are hardly ever all the same bits"
+    )
+    assert (
+        out.startswith("| feature ")
+        and "\n\n9 cells, 0 of them above their bound." in out
+        and "FAILED" not in err
+    )
     assert [line.split("|")[1].strip() for line in out.splitlines()[2:5]] == NAMES
 
 
 @pytest.mark.parametrize(
     ("patch", "broken"),
-    [(without_wrap, ("ddp", "spawn")), (without_scale, ("ddp", "spawn")), (without_gradients_of_others, ("dp",))],
+    [
+        (without_wrap, ("ddp", "spawn")),
+        (without_scale, ("ddp", "spawn")),
+        (without_gradients_of_others, ("dp",)),
+    ],
 )
 def test_a_broken_run_is_red(patch, broken, monkeypatch, tmp_path, capsys):
     code, cells = run(monkeypatch, tmp_path, patch)
@@ -81,14 +97,19 @@ def test_a_broken_run_is_red(patch, broken, monkeypatch, tmp_path, capsys):
     assert {mode for (_, mode), cell in cells.items() if not cell["ok"]} == set(broken)
     red = [cell for (_, mode), cell in cells.items() if mode in broken]
     assert not any(cell["ok"] for cell in red)
-    assert all(cell["value"] > 1e-2 and not cell["error"] for cell in red), "the deviations tell, not a crash"
+    assert all(cell["value"] > 1e-2 and not cell["error"] for cell in red), (
+        "the deviations tell, not a crash"
+    )
     assert out.count("**") == 2 * len(red) and err.count("FAILED") == len(red)
 
 
 def test_a_crash_is_red(monkeypatch, tmp_path, capsys):
     code, cells = run(monkeypatch, tmp_path, crash, "--only", "adamw, ddp")
     assert code == 1 and list(cells) == [("AdamW", "ddp")]
-    assert "broken on purpose" in cells["AdamW", "ddp"]["error"] and "**failed**" in capsys.readouterr().out
+    assert (
+        "broken on purpose" in cells["AdamW", "ddp"]["error"]
+        and "**failed**" in capsys.readouterr().out
+    )
 
 
 def crash(rank):
@@ -106,4 +127,8 @@ def test_the_table_is_as_large_as_promised():
     assert len(cells) == len(set(cells)) >= 150
     assert {mode for _, mode in cells} == set(equivalence.MODES)
     exact = [feature for feature in equivalence.FEATURES if feature.bound == equivalence.EXACT]
-    assert len(exact) >= len(equivalence.FEATURES) - 3 and equivalence.EXACT.gradients == 1e-12 and equivalence.EXACT.rest == 1e-10
+    assert (
+        len(exact) >= len(equivalence.FEATURES) - 3
+        and equivalence.EXACT.gradients == 1e-12
+        and equivalence.EXACT.rest == 1e-10
+    )

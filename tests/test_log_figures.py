@@ -14,9 +14,8 @@ import torch.distributed as dist
 from harness import in_group, single_run, train
 from pitfalls import BASE
 from runs import Clock, make_run, make_step, start_epoch
-from torch import nn
 
-import checkpoint
+import machinery.run
 
 LOSSES = [[0.5, 1.5, 4.0], [2.0], [1.0, 0.25], [7.0, 1.0], [0.125], [3.0, 3.5, 1.0, 0.5]]
 SECONDS = [0.5, 0.25, 2.0, 1.0, 0.125, 4.0]
@@ -39,7 +38,7 @@ def figures(text):
     found = re.fullmatch(
         r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
         r"loss (?P<loss>-?\d+\.\d{6}|nan)  lr (?P<lr>\d+\.\d{5})  (?P<speed>\d+) images/s"
-        r"(?:  skipped (?P<skipped>\d+) steps? with non-finite gradients)?",
+        r"(?:  skipped (?P<skipped>\d+) steps with non-finite gradients)?",
         text,
     )
     assert found, text
@@ -64,15 +63,15 @@ def test_speed_is_the_samples_since_the_last_line_over_the_seconds_since(clock, 
     assert column(lines, "loss") == [total / n for total, n in zip(sums, (8, 5, 4, 9))]
 
 
-def test_speed_after_a_resume_counts_what_this_process_trained_on(clock, tmp_path):
-    """The mean loss is still that of all samples since the last line."""
+def test_first_line_after_a_resume_is_of_all_samples_since_the_last_line(clock, tmp_path):
+    """Its seconds are those of this process alone, from its first batch on."""
     first = make_run(tmp_path, "--log-every", 4)
     start_epoch(first)
     for losses in LOSSES[:3]:
         clock.seconds += 50
         make_step(first, losses)
     first.save("last.pt")
-    first.file.close()
+    first.files.log.close()
     run = make_run(tmp_path, "--log-every", 4, "--resume", "auto")
     assert run.state.global_step == 3
     clock.seconds += 1000  # until the first batch comes
@@ -81,13 +80,13 @@ def test_speed_after_a_resume_counts_what_this_process_trained_on(clock, tmp_pat
         clock.seconds += seconds
         make_step(run, losses)
     lines = log_of(tmp_path)
-    assert column(lines, "images_per_s") == [2 / 1.0, 5 / 4.125]
+    assert column(lines, "images_per_s") == [8 / 1.0, 5 / 4.125]
     assert column(lines, "loss") == [sum(map(sum, LOSSES[:4])) / 8, 8.125 / 5]
 
 
 def check_speed_of_two_ranks(folder):
     """On each rank: 3 and 2 samples a step."""
-    clock = checkpoint.time = Clock()
+    clock = machinery.run.time = Clock()
     rank = dist.get_rank()
     run = make_run(Path(folder), "--log-every", 2, rank=rank, world_size=2)
     start_epoch(run)
@@ -98,7 +97,7 @@ def check_speed_of_two_ranks(folder):
             run.save("last.pt")
             dist.barrier()
             if rank == 0:
-                run.file.close()
+                run.files.log.close()
             argv = "--log-every", 2, "--resume", "auto"
             run = make_run(Path(folder), *argv, rank=rank, world_size=2)
             clock.seconds += 100
@@ -109,7 +108,9 @@ def check_speed_of_two_ranks(folder):
 def test_speed_and_loss_are_those_of_all_ranks(tmp_path):
     first, second = in_group(2, functools.partial(check_speed_of_two_ranks, str(tmp_path)))
     lines = log_of(tmp_path)[:3]
-    assert column(lines, "images_per_s") == [10.0] * 3, "the last one is of a run that was resumed"
+    assert column(lines, "images_per_s") == [10.0, 10.0, 20.0], (
+        "the last one is of a run that was resumed"
+    )
     losses = [step + value for step in range(6) for value in (0, 1, 2, 10, 11)]
     assert column(lines, "loss") == [sum(losses[i : i + 10]) / 10 for i in (0, 10, 20)]
     assert first.count("images/s") == 3 and "resumed at epoch 1, step 5" in first
@@ -128,7 +129,7 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
         "--schedule",
         "cosine",
     )
-    assert capsys.readouterr().out == f"output folder: {tmp_path / 'run'}\n"
+    assert capsys.readouterr().out == f"output directory: {tmp_path / 'run'}\n"
     for epoch in range(2):
         start_epoch(run)
         for step, (losses, seconds) in enumerate(zip(LOSSES, SECONDS)):
@@ -215,6 +216,9 @@ class Bar:
 
     def __init__(self, **settings):
         self.settings, self.told = settings, []
+        self.disable = settings["disable"] or (
+            settings["disable"] is None and not sys.stderr.isatty()
+        )
 
     def update(self, n=1):
         self.told.append(n)
@@ -229,7 +233,7 @@ class Bar:
 def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkeypatch, capsys):
     bars = []
     monkeypatch.setattr(
-        "tqdm.tqdm",
+        "machinery.run.tqdm",
         lambda *_, **settings: bars.append(Bar(**settings)) or bars[-1],
     )
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -245,13 +249,16 @@ def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkey
     assert (bar.settings["total"], bar.settings["initial"]) == (6, 3)
     assert bar.settings["desc"] == "epoch 2/3"
     assert [told for told in bar.told if not isinstance(told, str)] == [1, 1, 1]
-    assert bar.told[-1] == "closed" and run.bar is None
+    assert bar.told[-1] == "closed" and not bar.disable and not bar.settings["leave"]
     shown = [figures(told) for told in bar.told if isinstance(told, str) and told != "closed"]
     assert [set(line) for line in shown] == [{"loss", "lr", "speed"}] * 2, "the bar says where"
     assert column(shown, "speed") == [12, 6]
     assert capsys.readouterr().out == "", "no plain lines beside the bar"
     run.log_eval({"loss": 1.0, "top1": 0.5, "count": 57})
     assert "eval" in capsys.readouterr().out, "which follows the bar"
+    monkeypatch.setenv("RANK", "1")
+    start_epoch(run)
+    assert bars[1].disable, "one rank shows it"
 
 
 class Writer:
@@ -264,7 +271,7 @@ class Writer:
 
 def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
     run = make_run(tmp_path, "--log-every", 2)
-    run.writer = Writer()
+    run.files.writer = Writer()
     start_epoch(run)
     for losses in LOSSES:
         clock.seconds += 1
@@ -277,7 +284,7 @@ def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
         for name, value in line.items()
         if name not in positions
     ]
-    assert sorted(run.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 5 + 2
+    assert sorted(run.files.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 5 + 2
 
 
 def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
@@ -289,37 +296,11 @@ def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypa
     run = make_run(tmp_path, "--tensorboard")
     run.state.global_step = run.state.step = 3
     run.save("last.pt")
-    run.file.close()
-    make_run(tmp_path, "--tensorboard", "--resume", "auto").file.close()
+    run.files.log.close()
+    make_run(tmp_path, "--tensorboard", "--resume", "auto").files.log.close()
     folder = tmp_path / "run"
     assert told == [(folder, {"purge_step": None}), (folder, {"purge_step": 4})]
-    assert make_run(tmp_path / "without").writer is None
-
-
-class Brightness(nn.Module):
-    """Takes an image of value i for one of class i."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, images):
-        values = images.flatten(1).double().mean(1, keepdim=True)
-        return -self.weight * (values - torch.arange(32)).abs()
-
-
-def test_tensorboard_is_shown_the_first_sixteen_and_what_they_are_taken_for(tmp_path):
-    run = make_run(tmp_path, net=Brightness())
-    run.writer = Writer()
-    run.writer.add_images = lambda *told: shown.append(told)
-    run.writer.add_text = lambda *told: shown.append(told)
-    shown, images = [], torch.arange(20, dtype=torch.uint8).view(20, 1, 1, 1).repeat(1, 1, 4, 4)
-    run.shown = images, torch.arange(20) + 1
-    run.state.step, run.state.global_step = 6, 6
-    run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    (title, seen, step), (name, text, where) = shown
-    assert seen.equal(images[:16]) and step == where == 6 and title != name
-    assert text == ", ".join(f"{i} ({i + 1})" for i in range(16))
+    assert make_run(tmp_path / "without").files.writer is None
 
 
 @pytest.mark.parametrize("damage", ["torn", "foreign"])
@@ -330,8 +311,8 @@ def test_log_stays_whole_lines_after_a_resume(damage, tmp_path):
     for losses in LOSSES[:3]:
         make_step(run, losses)
     run.save("last.pt")
-    run.file.close()
-    path = run.folder / "metrics.jsonl"
+    run.files.log.close()
+    path = run.files.directory / "metrics.jsonl"
     lines = path.read_text().splitlines()
     if damage == "torn":
         path.write_text("\n".join(lines))
@@ -374,7 +355,7 @@ def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
         run = make_run(tmp_path, "--epochs", 3, "--resume", "auto")
         run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
         run.save("last.pt")
-        run.file.close()
+        run.files.log.close()
         capsys.readouterr()
-        make_run(tmp_path, "--epochs", 3, "--resume", "auto").file.close()
+        make_run(tmp_path, "--epochs", 3, "--resume", "auto").files.log.close()
         assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"

@@ -17,26 +17,53 @@ import torch
 from harness import deviation, rank_of_run, run_processes, single_run
 from launches import ROOT, TASKS, Launch, free_port, listening, send
 from nodes import PORT, job, spawn, two_hosts
-from pitfalls import BASE, stop_after
+from pitfalls import BASE, stop_after, wrap_in_task
 from test_pitfalls_01_14 import spawn_launcher
 
-import checkpoint
 import common
-import launch
+import machinery.files
+import machinery.launch
+import machinery.processes
+import machinery.rendezvous
+import train_ddp
 
 GATED = (*BASE, "--task", str(TASKS / "gate.py"), "--timeout", "10")
 
 
 def torchrun(address, rank, nproc):
     """The command line of the static form, as README has it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={rank}", f"--nproc-per-node={nproc}"]
-    return [*command, f"--master-addr={address}", f"--master-port={PORT}", str(ROOT / "train_ddp.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        f"--node-rank={rank}",
+        f"--nproc-per-node={nproc}",
+    ]
+    return [
+        *command,
+        f"--master-addr={address}",
+        f"--master-port={PORT}",
+        str(ROOT / "train_ddp.py"),
+    ]
 
 
 def elastic(address, rank):
     """The command line of the elastic form: the same on every node."""
-    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{PORT}", "--rdzv-id=job", "--rdzv-conf=last_call_timeout=3"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    meet = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={address}:{PORT}",
+        "--rdzv-id=job",
+        "--rdzv-conf=last_call_timeout=3",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1:2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+    ]
     return [*command, *meet, str(ROOT / "train_ddp.py")]
 
 
@@ -49,10 +76,16 @@ def run_sh(address, rank, port=PORT):
 def at_the_gate(hosts, folder, commands, *options, **environment):
     """Two nodes, one rank each, in the middle of the second epoch, where they stay until the file that is yielded exists."""
     gate = folder / "gate"
-    with job(hosts, folder, commands, *GATED, *options, GATE=str(gate), GATE_AT="9", **environment) as nodes:
+    with job(
+        hosts, folder, commands, *GATED, *options, GATE=str(gate), GATE_AT="9", **environment
+    ) as nodes:
         for rank, node in enumerate(nodes):
             deadline = time.monotonic() + 90
-            node.wait_until(lambda rank=rank, deadline=deadline: (folder / f"gate-{rank}").exists() or time.monotonic() > deadline)
+            node.wait_until(
+                lambda rank=rank, deadline=deadline: (
+                    (folder / f"gate-{rank}").exists() or time.monotonic() > deadline
+                )
+            )
             assert (folder / f"gate-{rank}").exists(), node.errors()
         yield nodes, gate
 
@@ -60,10 +93,17 @@ def at_the_gate(hosts, folder, commands, *options, **environment):
 def assert_is_that_of_one_device(folder):
     """Fail unless a job has left what one device leaves: the same parameters to 1e-10, and every line of the log once."""
     reference = single_run(*BASE)
-    assert deviation(torch.load(folder / "run" / "last.pt")["model"], reference.checkpoint()["model"]) <= 1e-10
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        deviation(torch.load(folder / "run" / "last.pt")["model"], reference.checkpoint()["model"])
+        <= 1e-10
+    )
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     for line, expected in zip(lines, reference.lines, strict=True):
-        assert [line[name] for name in ("event", "epoch", "global_step")] == [expected[name] for name in ("event", "epoch", "global_step")]
+        assert [line[name] for name in ("event", "epoch", "global_step")] == [
+            expected[name] for name in ("event", "epoch", "global_step")
+        ]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-10)
     assert not list((folder / "run").glob(".*")), "a temporary file is left"
 
@@ -84,7 +124,9 @@ def test_two_hosts_are_one_device(tmp_path):
         commands = [torchrun(hosts[0].address, rank, nproc) for rank, nproc in enumerate((2, 1))]
         with job(hosts, tmp_path, commands, *BASE) as nodes:
             assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
-            assert nodes[0].output().count("eval") == 3 and nodes[1].output() == ""  # only global rank 0 speaks
+            assert (
+                nodes[0].output().count("eval") == 3 and nodes[1].output() == ""
+            )  # only global rank 0 speaks
     assert_is_that_of_one_device(tmp_path)
 
 
@@ -94,7 +136,9 @@ def test_two_hosts_are_one_device(tmp_path):
 def test_lost_node_ends_the_job_which_goes_on_later(launcher, how, tmp_path):
     """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
     with two_hosts(own_names=False) as hosts:
-        commands = [{"run_sh": run_sh, "spawn": spawn}[launcher](hosts[0].address, rank) for rank in (0, 1)]
+        commands = [
+            {"run_sh": run_sh, "spawn": spawn}[launcher](hosts[0].address, rank) for rank in (0, 1)
+        ]
         commands[1] = ["env", f"PYTHONPATH={clock_ahead(tmp_path / 'clock')}", *commands[1]]
         with at_the_gate(hosts, tmp_path, commands) as (nodes, gate):
             if how == "killed":  # the kernel of the node is still there to say it
@@ -104,7 +148,10 @@ def test_lost_node_ends_the_job_which_goes_on_later(launcher, how, tmp_path):
             gate.touch()
             for node in nodes[:1] if how == "killed" else nodes:
                 assert node.end(timeout=40) == 1
-                assert "start all of them again with --resume auto" in node.errors().splitlines()[-1]
+                assert (
+                    "a rank on another node was lost; start all nodes again with --resume auto"
+                    in node.errors().splitlines()[-1]
+                )
             assert torch.load(tmp_path / "run" / "last.pt")["epoch"] == 1
         hosts[1].join()
         with job(hosts, tmp_path, commands, *GATED, "--resume", "auto") as nodes:
@@ -118,36 +165,30 @@ def test_lost_node_ends_the_job_which_goes_on_later(launcher, how, tmp_path):
 def test_elastic_job_goes_on_without_a_node(tmp_path):
     with two_hosts() as hosts:
         commands = [elastic(hosts[0].address, rank) for rank in (0, 1)]
-        with at_the_gate(hosts, tmp_path, commands, "--resume", "auto", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as (nodes, gate):
+        with at_the_gate(
+            hosts, tmp_path, commands, "--resume", "auto", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+        ) as (nodes, gate):
             send(nodes[1].processes(), signal.SIGKILL)
             gate.touch()
             assert nodes[0].end(timeout=90) == 0, nodes[0].errors()
     assert_is_that_of_one_device(tmp_path)
 
 
-def other_code(rank):
+def other_code(name, rank):
     if rank == 1:
         read_bytes = Path.read_bytes
-        Path.read_bytes = lambda path: read_bytes(path) + b"#" * (path.name == "loading.py")
+        Path.read_bytes = lambda path: read_bytes(path) + b"#" * (path.name == name)
 
 
 def one_sample_fewer(name, rank):
     if rank == 1:
-        load = common.load_task
+        wrap_in_task("build_datasets", functools.partial(shorter, name))
 
-        def shorter(args):
-            task = load(args)
-            build = task.build_datasets
 
-            def build_datasets(args):
-                sets = dict(zip(("training", "evaluation"), build(args)))
-                sets[name] = torch.utils.data.Subset(sets[name], range(len(sets[name]) - 1))
-                return sets.values()
-
-            task.build_datasets = build_datasets
-            return task
-
-        common.load_task = shorter
+def shorter(name, build_datasets, args):
+    sets = dict(zip(("training", "evaluation"), build_datasets(args)))
+    sets[name] = torch.utils.data.Subset(sets[name], range(len(sets[name]) - 1))
+    return sets.values()
 
 
 def ranks(folder, *own, patch=None, common_options=()):
@@ -157,7 +198,9 @@ def ranks(folder, *own, patch=None, common_options=()):
         argv = [*BASE, *common_options, "--output-dir", str(folder / "run")]
         both = ([*argv, *(own if rank else ())] for rank in (0, 1))
         targets = [
-            functools.partial(rank_of_run, "ddp", rank, 2, argv, str(scratch / "meet"), scratch / "none", 0, patch)
+            functools.partial(
+                rank_of_run, "ddp", rank, 2, argv, str(scratch / "meet"), scratch / "none", 0, patch
+            )
             for rank, argv in enumerate(both)
         ]
         return run_processes(targets, scratch)
@@ -166,14 +209,31 @@ def ranks(folder, *own, patch=None, common_options=()):
 @pytest.mark.parametrize(
     ("own", "patch", "words"),
     [
-        (["--seed", "1"], None, "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"),  # would train on, to a wrong result
-        (["--batch-size", "31"], None, "--batch-size is 30 on rank 0, but 31 on rank 1;"),  # would end in gloo
+        (
+            ["--seed", "1"],
+            None,
+            "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same",
+        ),  # would train on, to a wrong result
+        (
+            ["--batch-size", "31"],
+            None,
+            "--batch-size is 30 on rank 0, but 31 on rank 1;",
+        ),  # would end in gloo
         (["--lr", "0.05"], None, "--lr is 0.1 on rank 0, but 0.05 on rank 1;"),
-        ([], functools.partial(one_sample_fewer, "training"), "the number of training samples is 203 on rank 0, but 202 on rank 1;"),
-        ([], functools.partial(one_sample_fewer, "evaluation"), "the number of evaluation samples is"),
-        ([], other_code, "the code is "),
+        (
+            [],
+            functools.partial(one_sample_fewer, "training"),
+            "the number of training samples is 203 on rank 0, but 202 on rank 1;",
+        ),
+        (
+            [],
+            functools.partial(one_sample_fewer, "evaluation"),
+            "the number of evaluation samples is",
+        ),
+        ([], functools.partial(other_code, "sampling.py"), "the code is "),
+        ([], functools.partial(other_code, "stand_ins.py"), "the code is "),
     ],
-    ids=["seed", "batch", "lr", "training set", "evaluation set", "code"],
+    ids=["seed", "batch", "lr", "training set", "evaluation set", "code", "machinery"],
 )
 def test_ranks_that_mean_different_runs_are_told(own, patch, words, tmp_path):
     for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):
@@ -188,13 +248,15 @@ def alone_on_its_node(rank):
 
 def test_each_node_says_why_it_ends(tmp_path):
     for code, _, err in ranks(tmp_path, "--seed", "1", patch=alone_on_its_node):
-        assert code == 2 and err.splitlines()[-1].endswith("--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"), err
+        assert code == 2 and err.splitlines()[-1].endswith(
+            "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same (exit code 2)"
+        ), err
 
 
 def stopped_with_ruined_weights(rank):
     alone_on_its_node(rank)
     stop_after(5, rank)
-    checkpoint.Run._write_checkpoint = lambda run, *_: setattr(run, "refused", "weight")
+    machinery.files.RunFiles.write_checkpoint = lambda *_: "non-finite values in weight"
 
 
 def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
@@ -203,49 +265,92 @@ def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
 
 
 def added_by_the_task(rank):
-    load = common.load_task
+    load = train_ddp.load_task
 
     def adding(args):
         args.cache = f"/scratch/{rank}"
         return load(args)
 
-    common.load_task = adding
+    train_ddp.load_task = adding
 
 
 def test_what_belongs_to_a_node_may_differ(tmp_path):
-    (tmp_path / "gate.py").write_text((TASKS / "pit_models.py").read_text())  # the same task elsewhere, under another name
-    own = ["--workers", "1", "--output-dir", str(tmp_path / "other"), "--task", str(tmp_path / "gate.py")]
-    for code, _, err in ranks(tmp_path, *own, patch=added_by_the_task, common_options=["--epochs", "1"]):
+    (tmp_path / "gate.py").write_text(
+        (TASKS / "pit_models.py").read_text()
+    )  # the same task elsewhere, under another name
+    own = [
+        "--workers",
+        "1",
+        "--output-dir",
+        str(tmp_path / "other"),
+        "--task",
+        str(tmp_path / "gate.py"),
+    ]
+    for code, _, err in ranks(
+        tmp_path, *own, patch=added_by_the_task, common_options=["--epochs", "1"]
+    ):
         assert code == 0, err
 
 
 def at_an_address(port, rank):
     """Let the ranks meet as on several nodes."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LAUNCH_MEETING_FILE="")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LAUNCH_RENDEZVOUS_FILE="")
 
 
 def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
-    own, patch = ["--data-dir", "/nowhere", "--dataset", "imagefolder"], functools.partial(at_an_address, free_port())
-    (code, _, err), (code1, _, err1) = ranks(tmp_path, *own, patch=patch, common_options=["--timeout", "3"])
-    assert code1 == 2 and "--data-dir /nowhere: no such folder" in err1
-    assert code == 1 and "the ranks have not met within --timeout; is every node started" in err.splitlines()[-1]
+    own, patch = (
+        ["--data-dir", "/nowhere", "--dataset", "imagefolder"],
+        functools.partial(at_an_address, free_port()),
+    )
+    (code, _, err), (code1, _, err1) = ranks(
+        tmp_path, *own, patch=patch, common_options=["--timeout", "3"]
+    )
+    assert code1 == 2 and "--data-dir /nowhere: no such directory" in err1
+    assert code == machinery.processes.FAILED  # of which a launcher makes 1
+    assert (
+        "the ranks have not met within --timeout. Check that every node was started"
+        in err.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_node_whose_partner_never_comes_says_so(rank, tmp_path):
     """The others are not started, or look elsewhere."""
     port = free_port() if rank == 0 else 1  # where nobody listens
-    with Launch(run_sh("127.0.0.1", rank, port=port), tmp_path, *BASE, "--timeout", "3", stdout=subprocess.DEVNULL) as node:
+    with Launch(
+        run_sh("127.0.0.1", rank, port=port),
+        tmp_path,
+        *BASE,
+        "--timeout",
+        "3",
+        stdout=subprocess.DEVNULL,
+    ) as node:
         assert node.end(timeout=60) == 1
-        assert "the nodes have not met within --timeout 3" in node.errors().splitlines()[-1]
+        told = " ".join(node.errors().splitlines()[-2:])  # the rank's last word and the launcher's
+        assert "the ranks have not met within --timeout. Check that every node was started" in told
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
-    argv = ["--nproc", "1", "--nnodes", "2", "--node-rank", str(rank), "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
-    target = functools.partial(spawn_launcher, [*BASE, *argv, "--timeout", "3", "--output-dir", str(tmp_path / "run")])
+    argv = [
+        "--nproc",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(rank),
+        "--dist-url",
+        f"tcp://127.0.0.1:{free_port()}",
+    ]
+    target = functools.partial(
+        spawn_launcher, [*BASE, *argv, "--timeout", "3", "--output-dir", str(tmp_path / "run")]
+    )
     ((code, _, err),) = run_processes([target], tmp_path, timeout=60)
-    assert code == 1 and "the ranks have not met within --timeout; is every node started" in err.splitlines()[-1]
+    told = " ".join(err.splitlines()[-2:])  # the rank's last word and the launcher's
+    assert (
+        code == 1
+        and "the ranks have not met within --timeout. Check that every node was started" in told
+    )
 
 
 @pytest.mark.parametrize(
@@ -253,34 +358,59 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     [
         ("--nnodes 2", "--nnodes 2 needs --node-rank"),
         ("--nnodes 0", "--nnodes: must be a whole number, at least 1, got 0"),
-        ("--nnodes 2 --node-rank 2 --master-addr 10.0.0.1", "--node-rank 2 must be below --nnodes 2"),
-        ("--nnodes 2 --node-rank 1 --master-addr no-such-host.invalid", "no-such-host.invalid is no known host"),
+        (
+            "--nnodes 2 --node-rank 2 --master-addr 10.0.0.1",
+            "--node-rank 2 must be below --nnodes 2",
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr no-such-host.invalid",
+            "no-such-host.invalid is no known host",
+        ),
         ("--nnodes 2 --node-rank 0 --master-addr 192.0.2.1", "192.0.2.1 is not this node"),
-        ("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port}", "cannot listen on port {port}"),
-        ("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 70000", "--master-port: must be"),
-        ("--master-addr 10.0.0.1", "--master-addr 10.0.0.1 has no effect without --nnodes"),
-        ("--nnodes 2 --node-rank 1 --master-addr 10.0.0.1:29500", "must be a host name or an IPv4 address; a port goes to --master-port"),
-        ("--nnodes 2 --node-rank 1 --master-addr fd00::1", "must be a host name or an IPv4 address"),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port}",
+            "cannot listen on port {port}",
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 70000",
+            "--master-port: must be",
+        ),
+        ("--master-addr 10.0.0.1", "--node-rank and --master-addr have no effect without --nnodes"),
+        ("--node-rank 0", "--node-rank and --master-addr have no effect without --nnodes"),
+        ("--nnodes 2 --node-rank 1", "--nnodes 2 needs --master-addr"),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1:29500",
+            "must be a host name or an IPv4 address; a port goes to --master-port",
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr fd00::1",
+            "must be a host name or an IPv4 address",
+        ),
         ("--nnodes 2 --node-rank 1 --master-addr a..b", "a..b is no known host"),
         ("--nnodes 1 --node-rank 1", "--node-rank 1 must be below --nnodes 1"),
         ("--freeze nothing", "--freeze nothing: no parameter has such a name"),
-        ("--nnodes 20 --node-rank 1 --master-addr 10.0.0.1", "--batch-size 30 cannot be cut into 40 devices"),
+        (
+            "--nnodes 20 --node-rank 1 --master-addr 10.0.0.1",
+            "--batch-size 30 cannot be cut into 40 devices",
+        ),
     ],
 )
-def test_several_nodes_are_checked_before_anything_is_started(options, words, tmp_path, monkeypatch):
+def test_several_nodes_are_checked_before_anything_is_started(
+    options, words, tmp_path, monkeypatch
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options, words = (text.format(port=taken.getsockname()[1]) for text in (options, words))
         monkeypatch.setattr(sys, "argv", ["launch.py", "2", *options.split(), *BASE])
-        monkeypatch.setattr(launch, "torchrun", lambda *_: pytest.fail("it was started"))
+        monkeypatch.setattr(machinery.launch, "start", lambda *_: pytest.fail("it was started"))
         with pytest.raises(common.UsageError) as error:
-            launch.main()
+            machinery.launch.main()
     assert words in str(error.value)
 
 
 def test_url_of_the_first_node_is_checked_too():
     with pytest.raises(common.UsageError, match=r"--dist-url X: 192.0.2.1 is not this node"):
-        launch.check_address("--dist-url X", "192.0.2.1", 29500, 0, 2)
-    launch.check_address("--dist-url X", "192.0.2.1", 29500, 1, 2)
+        machinery.rendezvous.check_address("--dist-url X", "192.0.2.1", 29500, 0, 2)
+    machinery.rendezvous.check_address("--dist-url X", "192.0.2.1", 29500, 1, 2)
 
 
 def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
@@ -288,24 +418,39 @@ def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
     hosts = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
     monkeypatch.setattr("socket.getaddrinfo", lambda host, port: [(0, 0, 0, "", (hosts[host], 0))])
     for name in ("localhost", "127.0.0.1"):
-        launch.check_address("--master-addr X", name, 29500, 1, 2)
-    launch.check_address("--dist-url X", "node0", 29500, 1, 1)  # alone it may be anything
-    with pytest.raises(common.UsageError, match=r"node0 is 127.0.1.1 here, which other nodes cannot reach"):
-        launch.check_address("--master-addr X", "node0", 29500, 1, 2)
+        machinery.rendezvous.check_address("--master-addr X", name, 29500, 1, 2)
+    machinery.rendezvous.check_address(
+        "--dist-url X", "node0", 29500, 1, 1
+    )  # alone it may be anything
+    with pytest.raises(
+        common.UsageError, match=r"node0 is 127.0.1.1 here, which other nodes cannot reach"
+    ):
+        machinery.rendezvous.check_address("--master-addr X", "node0", 29500, 1, 2)
 
 
-def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capsys):
-    """The first port is open and the others are not, as behind a firewall: gloo's own error, and no traceback."""
+def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capfd, handlers):
+    """The first port is open and the others are not, as behind a firewall: gloo's own error, and what it means."""
 
     def init():
-        raise RuntimeError("Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error")
+        raise RuntimeError(
+            "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error"
+        )
 
-    monkeypatch.setattr(launch, "_answer_from_a_thread", lambda: None)
-    with pytest.raises(RuntimeError):
-        common.exit_code(init)  # one process, which meets nobody: an error of its own
-    monkeypatch.setenv("RANK", "0")
-    assert common.exit_code(init) == 1
-    assert "What do their terminals say? (Gloo connectFullMesh failed" in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setattr(machinery.processes, "leave", sys.exit)  # of the tests' own process
+    monkeypatch.delenv("LAUNCH_PID", raising=False)
+    last = []
+    for rank in (None, "0"):  # one process, which meets nobody, has an error of its own
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            machinery.processes.run_main(init)
+        assert end.value.code == 1
+        last.append(capfd.readouterr().err.splitlines()[-1])
+    assert last[0].startswith("RuntimeError: Gloo connectFullMesh failed")
+    assert (
+        "the ranks have not met within --timeout" in last[1]
+        and "no firewall blocks the ports" in last[1]
+    )
 
 
 @pytest.mark.long
@@ -318,7 +463,14 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
         for rank in (0, 1):
             (tmp_path / str(rank)).mkdir()
             command = run_sh("127.0.0.1", rank, port=port)
-            node = Launch(command, tmp_path / str(rank), *options, stdout=subprocess.DEVNULL, GATE=str(gate), GATE_AT="9")
+            node = Launch(
+                command,
+                tmp_path / str(rank),
+                *options,
+                stdout=subprocess.DEVNULL,
+                GATE=str(gate),
+                GATE_AT="9",
+            )
             nodes.append(stack.enter_context(node))
         nodes[0].wait_until(lambda: all((tmp_path / f"gate-{rank}").exists() for rank in (0, 1)))
         send([nodes[1].process.pid], signal.SIGUSR1)
@@ -328,13 +480,18 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
             assert "stopped by SIGUSR1 after saving step" in node.errors().splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.long)], ids=["USR1", "TERM"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
+    ids=["USR1", "TERM"],
+)
 def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
     scratch = tmp_path / "tmp"
     scratch.mkdir()
-    with Launch(run_sh("127.0.0.1", 0, port=free_port()), tmp_path, *BASE, TMPDIR=str(scratch)) as node:
+    folders = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    with Launch(run_sh("127.0.0.1", 0, port=free_port()), tmp_path, *BASE, **folders) as node:
         node.wait_for("meets the others")
-        node.wait_until(lambda: listening([node.process.pid]))
+        node.wait_until(lambda: listening(node.ranks()))
         send([node.process.pid], number)
         assert node.end(timeout=20) == 128 + number
         assert f"stopped by {number.name} with nothing to save" in node.errors().splitlines()[-1]

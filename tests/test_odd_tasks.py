@@ -4,24 +4,42 @@ import functools
 import itertools
 import math
 import os
+import random
 import re
 import signal
+import sys
 import textwrap
 import threading
+import warnings
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, TASKS, check, in_group, make_args, run_processes, train, undisturbed
+from harness import (
+    ROOT,
+    TASKS,
+    average_of,
+    check,
+    factor_of,
+    in_group,
+    keyed,
+    make_args,
+    run_processes,
+    train,
+    undisturbed,
+)
 from pitfalls import without_speed
 from torch import nn
 
-import checkpoint
 import common
-import loading
-import options
-import replicas
+import machinery.files
+import machinery.processes
+import machinery.run
+import machinery.stand_ins
+import machinery.tasks
+import sampling
 import task
 
 ODD = ("--task", str(TASKS / "odd.py"), "--dtype", "float64", "--batch-size", "30", "--epochs", "3")
@@ -32,7 +50,9 @@ MASKS = {"mask", "unseen", "passing", "steps", "flags"}
 
 def same(one, other):
     """Bitwise, and a NaN is a NaN."""
-    return torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)) and torch.equal(one.isnan(), other.isnan())
+    return torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)) and torch.equal(
+        one.isnan(), other.isnan()
+    )
 
 
 # ------------------------------------------------------------------------- what is infinite, large or a flag by design
@@ -49,7 +69,9 @@ def test_buffers_by_design_survive_training_averages_and_saves(mode, n, average,
         found = saved[part]
         assert same(found["mask"], torch.full((3, 3), -torch.inf).double().triu(1))
         assert same(found["unseen"], torch.tensor([torch.nan, torch.inf, 1.0]).double())
-        assert found["steps"].item() == 2**24 + 1 + 2 * 24, "a sum of float32 would have been rounded"
+        assert found["steps"].item() == 2**24 + 1 + 2 * 24, (
+            "a sum of float32 would have been rounded"
+        )
         assert found["flags"].tolist() == [True, False, True]
         assert "passing" not in found
     assert all(math.isfinite(line["loss"]) for line in result.lines)
@@ -59,8 +81,12 @@ def test_buffers_by_design_survive_training_averages_and_saves(mode, n, average,
 def test_weights_with_values_by_design_are_loaded(tmp_path):
     argv = (*ODD, "--model", "masks", "--epochs", "1")
     trained = train("single", 1, *argv, folder=tmp_path / "first")
-    again = train("single", 1, *argv, "--weights", trained.folder / "best.pt", folder=tmp_path / "second")
-    assert again.code == 0 and "weights: 14 of the model's 14 tensors" in again.out, again.out + again.err
+    again = train(
+        "single", 1, *argv, "--weights", trained.folder / "best.pt", folder=tmp_path / "second"
+    )
+    assert again.code == 0 and "weights: 14 of the model's 14 tensors" in again.out, (
+        again.out + again.err
+    )
     bad = trained.checkpoint()["model"]
     bad["unseen"][2] = torch.nan  # 1.0 by design
     torch.save(bad, tmp_path / "bad.pt")
@@ -112,7 +138,9 @@ def test_became_non_finite_compares_place_by_place():
         ([nan, inf, -inf, inf], True),
     ]:
         assert common.became_non_finite(torch.tensor(value), before) == became, value
-        assert common.became_non_finite(torch.tensor(value), None) == (not torch.tensor(value).isfinite().all())
+        assert common.became_non_finite(torch.tensor(value), None) == (
+            not torch.tensor(value).isfinite().all()
+        )
     assert not common.became_non_finite(torch.tensor([2**60, -1]), None)
 
 
@@ -120,7 +148,7 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
     net.register_buffer("large", torch.tensor([2**53 + 1, 5]))
     net.register_buffer("plain", torch.tensor([1.0, -torch.inf]).double())
-    average = common.build_average(Namespace(average="ema"), net)
+    average = average_of(make_args("single", "--average", "ema"), net)
     expected = None
     for step in range(5):
         for tensor in (*net.parameters(), net[1].running_mean, net[1].running_var):
@@ -128,10 +156,19 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
         net.large += step
         net.plain[0] = step
         average.update_parameters(net)
-        now = [tensor.detach().clone() for tensor in (*net.parameters(), net[1].running_mean, net[1].running_var)]
-        expected = now if expected is None else [old + 0.01 * (new - old) for old, new in zip(expected, now)]
+        now = [
+            tensor.detach().clone()
+            for tensor in (*net.parameters(), net[1].running_mean, net[1].running_var)
+        ]
+        expected = (
+            now
+            if expected is None
+            else [old + 0.01 * (new - old) for old, new in zip(expected, now)]
+        )
     module = average.module
-    for found, wanted in zip((*module.parameters(), module[1].running_mean, module[1].running_var), expected):
+    for found, wanted in zip(
+        (*module.parameters(), module[1].running_mean, module[1].running_var), expected
+    ):
         assert torch.allclose(found, wanted, rtol=1e-14, atol=0)
         assert not torch.allclose(found, wanted * 1.001, rtol=1e-14, atol=0)
     assert module.large.equal(net.large) and module.plain.equal(net.plain)
@@ -142,7 +179,7 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
 def test_average_of_parameters_that_are_infinite_by_design(average):
     net = nn.Linear(2, 2).double()
     net.mask = nn.Parameter(torch.full((2, 2), -torch.inf).double().triu(1), requires_grad=False)
-    average, seen = common.build_average(Namespace(average=average), net), []
+    average, seen = average_of(make_args("single", "--average", average), net), []
     for step in range(4):
         net.weight.data.fill_(step)
         net.mask.data[0, 0] = step
@@ -155,7 +192,7 @@ def test_average_of_parameters_that_are_infinite_by_design(average):
 # ------------------------------------------------------------------------------------------- SWA and another number of epochs
 
 
-@pytest.mark.parametrize(("first", "then"), [(4, 12), (4, 6), (5, 6), (4, 5), (8, 10)])
+@pytest.mark.parametrize(("first", "then"), [(4, 12), (4, 6), (4, 5), (8, 9)])
 def test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages(first, then, tmp_path):
     """At a constant rate, for which the epochs themselves are the same."""
     argv = (*ODD, "--model", "conv", "--average", "swa", "--schedule", "constant")
@@ -163,12 +200,13 @@ def test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages(first,
     assert train("single", 1, *argv, "--epochs", str(first), folder=tmp_path).code == 0
     resumed = train("single", 1, *argv, "--epochs", str(then), "--resume", "auto", folder=tmp_path)
     wanted = then - then * 3 // 4
-    if (first, then) == (8, 10):  # the average of epochs 7 and 8 is there, but that of epoch 8 alone is not needed: it is the last
-        assert wanted == 3
     assert resumed.code == 0, resumed.err
     ours, theirs = resumed.checkpoint()["average"], whole.checkpoint()["average"]
     assert int(ours["n_averaged"]) == int(theirs["n_averaged"]) == wanted
-    assert all(torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)) for name, value in theirs.items())
+    assert all(
+        torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value))
+        for name, value in theirs.items()
+    )
     later = [line for line in whole.eval_lines() if line["epoch"] >= first]
     assert [line for line in resumed.eval_lines() if line["epoch"] >= first] == later
     assert len({line["loss"] for line in later}) == len(later), "no evaluation repeats another"
@@ -184,14 +222,36 @@ def test_swa_refuses_epochs_whose_average_is_lost(tmp_path):
     assert "holds the average of 3 of 12 epochs; use --epochs 12, or at least 16" in refused.err
     ended = train("single", 1, *argv, "--epochs", "4", folder=tmp_path / "four").checkpoint()
     args = make_args("single", *argv, "--epochs", "4")
-    checkpoint.check_average(args, ended, tmp_path / "last.pt")
-    with pytest.raises(options.UsageError, match="use --epochs 4, or at least 6"):  # no evaluation of such an average would come
-        checkpoint.check_average(args, {**ended, "average": {"n_averaged": 0}}, tmp_path / "last.pt")
+    machinery.files.check_average(args, ended, tmp_path / "last.pt")
+    with pytest.raises(
+        common.UsageError, match="use --epochs 4, or at least 6"
+    ):  # no evaluation of such an average would come
+        machinery.files.check_average(
+            args, {**ended, "average": {"n_averaged": 0}}, tmp_path / "last.pt"
+        )
+    for first, then, enough in (
+        (5, 6, 7),
+        (8, 10, 11),
+    ):  # the average of two epochs is there, and not that of the last alone
+        found = {
+            "epoch": first,
+            "step": 0,
+            "samples": 203,
+            "average": {"n_averaged": 2},
+            "config": {"epochs": first},
+        }
+        with pytest.raises(common.UsageError, match=f"use --epochs {first}, or at least {enough}"):
+            machinery.files.check_average(
+                make_args("single", *argv, "--epochs", str(then)), found, tmp_path / "last.pt"
+            )
+        machinery.files.check_average(
+            make_args("single", *argv, "--epochs", str(enough)), found, tmp_path / "last.pt"
+        )
     for enough in ("13", "16"):
         args = make_args("single", *argv, "--epochs", enough)
-        checkpoint.check_average(args, result.checkpoint(), result.folder / "last.pt")
-    with pytest.raises(options.UsageError, match="at least 16"):
-        checkpoint.check_average(
+        machinery.files.check_average(args, result.checkpoint(), result.folder / "last.pt")
+    with pytest.raises(common.UsageError, match="at least 16"):
+        machinery.files.check_average(
             make_args("single", *argv, "--epochs", "15", "--batch-size", "30"),
             {**result.checkpoint(), "step": 3},
             result.folder / "last.pt",
@@ -203,7 +263,7 @@ def test_swa_refuses_epochs_whose_average_is_lost(tmp_path):
 
 def fetched(dataset, epoch, indices, seed=0):
     args = Namespace(seed=seed, skip_corrupt=False)
-    return loading.KeyedDataset(dataset, args).__getitems__((epoch, indices))[0]
+    return keyed(dataset, args).__getitems__((epoch, indices))[0]
 
 
 @pytest.mark.parametrize("kind", ["subset", "random_split", "concat", "own"])
@@ -214,12 +274,18 @@ def test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch(kind, file
     if files:
         from torchvision.io import write_jpeg
 
-        images = torch.randint(0, 256, (40, 3, 80, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        images = torch.randint(
+            0, 256, (40, 3, 80, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
         for i, image in enumerate(images):
             write_jpeg(image, str(tmp_path / f"{i}.jpg"))
-        plain = task.ImageFiles([(str(tmp_path / f"{i}.jpg"), 0) for i in range(40)], 64, training=True, seed=0)
+        plain = task.ImageFiles(
+            [(str(tmp_path / f"{i}.jpg"), 0) for i in range(40)], 64, training=True, seed=0
+        )
     else:
-        images = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        images = torch.randint(
+            0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+        )
         plain = task.ImagesInMemory(images, torch.arange(40), shift=1, flip=True)
     wrapped = odd.wrap(odd.wrap(plain, kind), kind)
     indices = list(range(40))
@@ -233,7 +299,9 @@ def test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch(kind, file
 @pytest.mark.parametrize("kind", ["subset", "own"])
 def test_wrapped_data_set_trains_like_the_plain_one(kind, tmp_path):
     plain = undisturbed("single", 1, *ODD, "--model", "conv")
-    wrapped = train("ddp", 2, *ODD, "--model", f"conv+wrapped:{kind}", "--workers", "1", folder=tmp_path)
+    wrapped = train(
+        "ddp", 2, *ODD, "--model", f"conv+wrapped:{kind}", "--workers", "1", folder=tmp_path
+    )
     assert wrapped.code == 0, wrapped.err
     losses = [line["loss"] for line in plain.train_lines()]
     assert [line["loss"] for line in wrapped.train_lines()] == pytest.approx(losses, rel=1e-10)
@@ -249,8 +317,6 @@ class Shuffled(torch.utils.data.Dataset):
         return 12
 
     def set_epoch(self, epoch):
-        import numpy as np
-
         self.order = np.random.permutation(12)
         self.told.append(epoch)
 
@@ -264,7 +330,10 @@ def test_set_epoch_is_called_once_an_epoch_and_seeded():
         inner = Shuffled()
         outer = torch.utils.data.Subset(inner, range(12))
         for epoch in (0, 1):
-            batches = [fetched(outer, epoch, list(range(start, start + 4)), seed).tolist() for start in (0, 4, 8)]
+            batches = [
+                fetched(outer, epoch, list(range(start, start + 4)), seed).tolist()
+                for start in (0, 4, 8)
+            ]
             drawn.append([index for batch in batches for index in batch])
             assert sorted(drawn[-1]) == list(range(12))
         assert inner.told == [0, 1]
@@ -287,29 +356,36 @@ def test_wrapper_that_passes_names_on_is_asked_itself():
 
     images = torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8)
     plain = task.ImagesInMemory(images, torch.arange(20))
-    assert loading.KeyedDataset(Passing(plain), Namespace(seed=0, skip_corrupt=False)).__getitems__((0, [0, 1]))[1].tolist() == [10, 11]
+    assert keyed(Passing(plain), Namespace(seed=0, skip_corrupt=False)).__getitems__((0, [0, 1]))[
+        1
+    ].tolist() == [10, 11]
+
+
+class Circle(torch.utils.data.Dataset):
+    """Holds itself. A walk that goes round and round in it is ended here."""
+
+    asked = itertools.count()
+
+    def __init__(self):
+        self.me, self.empty, self.text, self.rows = self, [], "abc", [[1, 2], [3]]
+
+    def __getattribute__(self, name):
+        if name == "__dict__" and next(Circle.asked) > 20:
+            raise AssertionError("the walk does not end")
+        return super().__getattribute__(name)
 
 
 def test_data_sets_with_epochs_finds_each_once_and_ends():
-    class Circle(torch.utils.data.Dataset):
-        def __init__(self):
-            self.me, self.empty, self.text, self.rows = self, [], "abc", [[1, 2], [3]]
-            self.asked = 0
-
-        def __getattribute__(self, name):
-            if name == "__dict__":
-                self.asked += 1
-                assert self.asked < 100, "the walk never ends"
-            return super().__getattribute__(name)
-
     inner = task.ImagesInMemory(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2))
     outer = Circle()
     outer.both = [None, ("named", inner), inner]
     outer.kind, outer.many = type(inner), [inner] * 1000
-    outer.__dict__.update({f"setting{i}": i for i in range(200)})
-    assert loading.datasets_with_epochs(outer) == [inner]
-    assert loading.datasets_with_epochs(inner) == [inner]
-    assert loading.datasets_with_epochs([1, 2, 3]) == []
+    vars(outer).update({f"setting{i}": i for i in range(200)})
+    Circle.asked = itertools.count()
+    assert sampling.datasets_with_epochs(outer) == [inner]
+    assert next(Circle.asked) > 1, "the walk was in the circle"
+    assert sampling.datasets_with_epochs(inner) == [inner]
+    assert sampling.datasets_with_epochs([1, 2, 3]) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- evaluation
@@ -317,12 +393,16 @@ def test_data_sets_with_epochs_finds_each_once_and_ends():
 NOISE = (*ODD, "--model", "conv+noise")
 
 
-@pytest.mark.parametrize(("mode", "n"), [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 4), ("spawn", 3)])
+@pytest.mark.parametrize(
+    ("mode", "n"), [("dp", 2), ("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 4), ("spawn", 3)]
+)
 def test_pitfall_49_what_is_drawn_in_an_evaluation_is_the_same_in_every_mode(mode, n, tmp_path):
     result, reference = train(mode, n, *NOISE, folder=tmp_path), undisturbed("single", 1, *NOISE)
     quiet = undisturbed("single", 1, *ODD, "--model", "conv")
     assert result.code == 0, result.err
-    for ours, theirs, plain in zip(result.eval_lines(), reference.eval_lines(), quiet.eval_lines(), strict=True):
+    for ours, theirs, plain in zip(
+        result.eval_lines(), reference.eval_lines(), quiet.eval_lines(), strict=True
+    ):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
         assert abs(ours["loss"] - plain["loss"]) > 1e-3, "the noise is there"
 
@@ -335,9 +415,13 @@ def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_
     first = train(mode, n, *NOISE, folder=tmp_path, patch=set_environment_of(monkeypatch))
     assert first.code == 143 if number == signal.SIGTERM else first.code, first.err
     saved = first.checkpoint()
-    expected = (1, 0) if number == signal.SIGTERM else (0, 6)  # a signal waits for the end of the evaluation
+    expected = (
+        (1, 0) if number == signal.SIGTERM else (0, 6)
+    )  # a signal waits for the end of the evaluation
     assert (saved["epoch"], saved["step"]) == expected
-    resumed = train(mode, n, *NOISE, "--resume", "auto", folder=tmp_path, patch=set_environment_of(monkeypatch))
+    resumed = train(
+        mode, n, *NOISE, "--resume", "auto", folder=tmp_path, patch=set_environment_of(monkeypatch)
+    )
     assert resumed.code == 0, resumed.err
     assert without_speed(resumed.lines) == without_speed(reference.lines)
     assert resumed.checkpoint("best.pt")["best"] == reference.checkpoint("best.pt")["best"]
@@ -345,7 +429,7 @@ def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_
 
 def look_before_the_evaluation(rank):
     """Print the position of last.pt whenever an evaluation begins."""
-    seed_evaluation = common.seed_evaluation
+    seed_evaluation = sampling.seed_evaluation
 
     def watched(seed, i):
         if i == rank == 0:
@@ -353,7 +437,9 @@ def look_before_the_evaluation(rank):
             print("saved:", saved["epoch"], saved["step"], saved["global_step"], flush=True)
         seed_evaluation(seed, i)
 
-    common.seed_evaluation = watched
+    for module in list(sys.modules.values()):  # the scripts have a name of their own for it
+        if vars(module).get("seed_evaluation") is seed_evaluation:
+            module.seed_evaluation = watched
 
 
 @pytest.mark.parametrize(("mode", "n"), MODES)
@@ -361,8 +447,20 @@ def test_run_is_saved_before_each_evaluation(mode, n, tmp_path):
     from pitfalls import Patches, set_environment
 
     output = functools.partial(set_environment, {"OUTPUT": str(tmp_path / "run")})
-    result = train(mode, n, *ODD, "--model", "conv", folder=tmp_path, patch=Patches(output, look_before_the_evaluation))
-    assert re.findall("saved: .*", result.out) == ["saved: 0 6 6", "saved: 1 6 12", "saved: 2 6 18"], result.err
+    result = train(
+        mode,
+        n,
+        *ODD,
+        "--model",
+        "conv",
+        folder=tmp_path,
+        patch=Patches(output, look_before_the_evaluation),
+    )
+    assert re.findall("saved: .*", result.out) == [
+        "saved: 0 6 6",
+        "saved: 1 6 12",
+        "saved: 2 6 18",
+    ], result.err
 
 
 @pytest.mark.parametrize(("mode", "n"), MODES)
@@ -376,21 +474,28 @@ def test_evaluation_repeats_what_it_draws(mode, n, tmp_path):
 def set_environment_of(monkeypatch):
     from pitfalls import set_environment
 
-    return functools.partial(set_environment, {"STOP_IN_EVALUATION": os.environ["STOP_IN_EVALUATION"]})
+    return functools.partial(
+        set_environment, {"STOP_IN_EVALUATION": os.environ["STOP_IN_EVALUATION"]}
+    )
 
 
 def test_signal_in_the_last_evaluation_lets_the_run_end_well(tmp_path, monkeypatch):
     monkeypatch.setenv("STOP_IN_EVALUATION", f"15:{tmp_path / 'seen'}")
-    result = train("single", 1, *NOISE, "--epochs", "1", folder=tmp_path, patch=set_environment_of(monkeypatch))
+    result = train(
+        "single", 1, *NOISE, "--epochs", "1", folder=tmp_path, patch=set_environment_of(monkeypatch)
+    )
     assert result.code == 0 and result.checkpoint()["epoch"] == 1 and (tmp_path / "seen").exists()
 
 
 def test_evaluation_batches_are_the_same_at_every_world_size():
     for length, batch_size in itertools.product((1, 7, 8, 9, 57, 1000, 5000), (1, 3, 64, 500)):
-        whole = [indices for _, indices in common.ShardSampler(length, batch_size)]
+        whole = [indices for _, indices in sampling.ShardSampler(length, batch_size)]
         assert max(map(len, whole)) <= min(batch_size, math.ceil(length / 8))
         for world_size in range(1, 6):
-            shards = [[i for _, i in common.ShardSampler(length, batch_size, r, world_size)] for r in range(world_size)]
+            shards = [
+                [i for _, i in sampling.ShardSampler(length, batch_size, r, world_size)]
+                for r in range(world_size)
+            ]
             joined = [shards[b % world_size][b // world_size] for b in range(len(whole))]
             assert joined == whole and sum(map(len, shards)) == len(whole)
 
@@ -406,18 +511,14 @@ def test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said():
 
 
 def test_seeds_of_an_evaluation_are_no_seeds_of_training():
-    import random
-
-    import numpy as np
-
     def drawn():
         return torch.rand(()).item(), random.random(), np.random.rand()
 
     seeds = []
     for begin in (
-        *(functools.partial(common.seed_evaluation, 3, i) for i in (0, 1, 2)),
-        *(functools.partial(common.seed_rng, 3, step, i) for step in (0, 1) for i in (0, 1)),
-        functools.partial(common.seed_evaluation, 4, 0),
+        *(functools.partial(sampling.seed_evaluation, 3, i) for i in (0, 1, 2)),
+        *(functools.partial(sampling.seed_rng, 3, step, i) for step in (0, 1) for i in (0, 1)),
+        functools.partial(sampling.seed_evaluation, 4, 0),
     ):
         begin()
         seeds.append(drawn())
@@ -445,11 +546,17 @@ def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     events = EventAccumulator(str(result.folder))
     events.Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [6, 12, 18]
-    elsewhere = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path / "elsewhere")
+    elsewhere = train(
+        "single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path / "elsewhere"
+    )
     assert [line["loss"] for line in elsewhere.eval_lines()] == [loss]
     last = result.folder / "last.pt"
-    second = train("single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "elsewhere")
-    assert [line["epoch"] for line in second.eval_lines()] == [0, 2], "a folder of evaluations gets each of them"
+    second = train(
+        "single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "elsewhere"
+    )
+    assert [line["epoch"] for line in second.eval_lines()] == [0, 2], (
+        "a folder of evaluations gets each of them"
+    )
 
 
 def test_eval_only_leaves_an_empty_log_of_a_run_empty(tmp_path):
@@ -458,7 +565,9 @@ def test_eval_only_leaves_an_empty_log_of_a_run_empty(tmp_path):
 
     stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 4))
     assert stopped.code == 143 and not stopped.lines
-    looked = train("single", 1, *argv, "--eval-only", "--resume", stopped.folder / "last.pt", folder=tmp_path)
+    looked = train(
+        "single", 1, *argv, "--eval-only", "--resume", stopped.folder / "last.pt", folder=tmp_path
+    )
     assert looked.code == 0 and not looked.lines and "eval  loss" in looked.out
 
 
@@ -466,7 +575,16 @@ def test_resume_in_another_folder_takes_best_along(tmp_path):
     argv = (*ODD, "--model", "constant", "--epochs", "2")  # the first evaluation stays the best
     first = train("single", 1, *argv, folder=tmp_path / "a")
     assert first.checkpoint("best.pt")["epoch"] == 1
-    again = train("single", 1, *argv, "--epochs", "4", "--resume", first.folder / "last.pt", folder=tmp_path / "b")
+    again = train(
+        "single",
+        1,
+        *argv,
+        "--epochs",
+        "4",
+        "--resume",
+        first.folder / "last.pt",
+        folder=tmp_path / "b",
+    )
     assert again.code == 0 and again.checkpoint()["best"] == 1.0
     assert again.checkpoint("best.pt")["epoch"] == 1 and again.checkpoint("best.pt")["best"] == 1.0
 
@@ -493,36 +611,47 @@ def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
 
 def fail_at_last(rank):
     """The disk is full when last.pt is written to the new folder."""
-    save = checkpoint.save_checkpoint
+    save = machinery.files.save_checkpoint
 
     def failing(saved, path):
         if path.name == "last.pt":
             raise OSError(f"{path} could not be written")
         save(saved, path)
 
-    checkpoint.save_checkpoint = failing
+    machinery.files.save_checkpoint = failing
 
 
 def test_best_is_in_the_new_folder_before_last(tmp_path):
     """Or a kill in between would let the run go on without it."""
     argv = (*ODD, "--model", "constant", "--epochs", "1")
     first = train("single", 1, *argv, folder=tmp_path / "a")
-    second = train("single", 1, *argv, "--epochs", "2", "--resume", first.folder / "last.pt", folder=tmp_path / "b", patch=fail_at_last)
+    second = train(
+        "single",
+        1,
+        *argv,
+        "--epochs",
+        "2",
+        "--resume",
+        first.folder / "last.pt",
+        folder=tmp_path / "b",
+        patch=fail_at_last,
+    )
     assert second.code != 0 and [path.name for path in second.folder.glob("*.pt")] == ["best.pt"]
 
 
 def ruin_one_save(rank):
     """Let the weights look ruined while the second evaluation is saved."""
-    end_epoch = checkpoint.Run.end_epoch
+    end_epoch = machinery.run.Run.end_epoch
 
     def ruined(run, metrics):
         if run.state.epoch != 1:
             return end_epoch(run, metrics)
-        original, checkpoint.non_finite = checkpoint.non_finite, lambda *_: ["weight"]
+        original = machinery.files.became_non_finite
+        machinery.files.became_non_finite = lambda *_: True
         end_epoch(run, {"loss": 0.0, "top1": 2.0, "count": 57})
-        checkpoint.non_finite = original
+        machinery.files.became_non_finite = original
 
-    checkpoint.Run.end_epoch = ruined
+    machinery.run.Run.end_epoch = ruined
 
 
 def test_refused_save_does_not_raise_the_best_score(tmp_path):
@@ -533,23 +662,43 @@ def test_refused_save_does_not_raise_the_best_score(tmp_path):
     assert best["epoch"] == 3, "and the next good one is the best"
 
 
-@pytest.mark.parametrize(("average", "averaged"), [("none", False), ("ema", True), ("swa", True), ("swa early", False)])
+@pytest.mark.parametrize(
+    ("average", "averaged"), [("none", False), ("ema", True), ("swa", True), ("swa early", False)]
+)
 def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path):
     """With a stop before SWA begins its average holds what the run began with."""
     from pitfalls import stop_after
 
     kind, _, early = average.partition(" ")
-    argv = (*ODD, "--model", "conv+masks", "--average", kind, "--epochs", "2" if average == "swa" else "3")
-    result = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 8) if early else None)
+    argv = (
+        *ODD,
+        "--model",
+        "conv+masks",
+        "--average",
+        kind,
+        "--epochs",
+        "2" if average == "swa" else "3",
+    )
+    result = train(
+        "single",
+        1,
+        *argv,
+        folder=tmp_path,
+        patch=functools.partial(stop_after, 8) if early else None,
+    )
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    task_of_run = common.load_task(make_args("single", *argv))
+    task_of_run = machinery.tasks.load_task(make_args("single", *argv))
     model = task_of_run.build_model(make_args("single", *argv)).double()
     names = {"torch": torch, "model": model}
     exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)
     assert names["averaged"] == averaged
-    images, labels = task_of_run.build_datasets(make_args("single", *argv))[1].__getitems__(list(range(57)))
+    images, labels = task_of_run.build_datasets(make_args("single", *argv))[1].__getitems__(
+        list(range(57))
+    )
     hits = task_of_run.per_sample_metrics(model.eval()(images), labels)["top1"]
-    assert hits.double().mean().item() == pytest.approx(result.checkpoint("best.pt")["best"], rel=1e-12)
+    assert hits.double().mean().item() == pytest.approx(
+        result.checkpoint("best.pt")["best"], rel=1e-12
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ refused by name
@@ -561,12 +710,15 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
         ("lazy", "build_model: lazy.weight, lazy.bias has no shape yet"),
         ("complex", "build_model: turn is complex"),
         ("complex_buffer", "build_model: turn is complex"),
-        ("last_lacks", "per_sample_metrics must return the same names for every batch; only some batches have extra"),
+        (
+            "last_lacks",
+            "per_sample_metrics must return the same names for every batch; only some batches have extra",
+        ),
     ],
     ids=["lazy", "complex", "complex_buffer", "last_lacks"],
 )
 def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
-    with pytest.raises(options.UsageError, match=re.escape(message)):
+    with pytest.raises(common.UsageError, match=re.escape(message)):
         check("single", 1, *ODD, "--model", model)
 
 
@@ -595,15 +747,23 @@ def test_names_that_one_rank_alone_has_are_an_error_and_an_empty_rank_is_none():
     assert [("only some batches have b" in text) for text in out] == [False, True, False]
 
 
-@pytest.mark.parametrize(("dataset", "folder"), [("digits", []), ("cifar10", ["--data-dir", "data"])])
+@pytest.mark.parametrize(
+    ("dataset", "folder"), [("digits", []), ("cifar10", ["--data-dir", "data"])]
+)
 def test_image_size_without_effect_is_refused(dataset, folder):
-    with pytest.raises(options.UsageError, match=f"--image-size 224 has no effect on --dataset {dataset}"):
-        task.build_datasets(make_args("single", "--image-size", "224", "--dataset", dataset, *folder))
-    assert task.build_datasets(make_args("single", "--image-size", "16", "--dataset", "synthetic"))[0][0][0].shape == (3, 16, 16)
+    with pytest.raises(
+        common.UsageError, match=f"--image-size 224 has no effect on --dataset {dataset}"
+    ):
+        task.build_datasets(
+            make_args("single", "--image-size", "224", "--dataset", dataset, *folder)
+        )
+    assert task.build_datasets(make_args("single", "--image-size", "16", "--dataset", "synthetic"))[
+        0
+    ][0][0].shape == (3, 16, 16)
 
 
 def test_power_sgd_with_a_changing_scale_is_refused():
-    with pytest.raises(options.UsageError, match="which --amp fp16 changes"):
+    with pytest.raises(common.UsageError, match="which --amp fp16 changes"):
         make_args("spawn", "--grad-compress", "powersgd", "--amp", "fp16")
     for fine in (["--amp", "bf16"], []):
         assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
@@ -615,11 +775,15 @@ def test_power_sgd_with_a_changing_scale_is_refused():
 def nan_in_step(step, rank):
     from pitfalls import wrap_in_task
 
-    calls = itertools.count()
+    calls = itertools.count(-1)  # the first one is that of settle_buckets
 
     def per_sample_loss(original, outputs, targets):
         losses = original(outputs, targets)
-        return losses * float("nan") if losses.requires_grad and next(calls) == step and rank == 1 else losses
+        return (
+            losses * float("nan")
+            if losses.requires_grad and next(calls) == step and rank == 1
+            else losses
+        )
 
     wrap_in_task("per_sample_loss", per_sample_loss)
 
@@ -629,88 +793,165 @@ def test_power_sgd_forgets_a_nan(tmp_path):
     result = train("spawn", 2, *argv, folder=tmp_path, patch=functools.partial(nan_in_step, 14))
     assert result.code == 0, result.err
     assert [line["global_step"] for line in result.train_lines() if line["skipped"]] == [15]
-    assert result.train_lines()[-1]["loss"] < 0.7 * result.train_lines()[13]["loss"], "it goes on learning"
+    assert result.train_lines()[-1]["loss"] < 0.7 * result.train_lines()[13]["loss"], (
+        "it goes on learning"
+    )
     assert result.checkpoint()["global_step"] == 36
 
 
 def test_replicas_take_empty_parts_of_a_sample():
     values = ({"x": torch.arange(7), "nothing": {}}, [(), torch.arange(7) * 2])
-    cut = replicas._chunk(values, 3)
+
+    def scatter(values, n):
+        pieces, options = machinery.stand_ins.DataParallel(
+            nn.Linear(1, 1), n, torch.device("cpu")
+        ).scatter(values, {}, list(range(n)))
+        assert len(options) == len(pieces) and not any(options)
+        return pieces
+
+    cut = scatter(values, 3)
     assert [piece[0]["x"].tolist() for piece in cut] == [[0, 1, 2], [3, 4, 5], [6]]
     assert [piece[1][1].tolist() for piece in cut] == [[0, 2, 4], [6, 8, 10], [12]]
     assert all(piece[0]["nothing"] == {} and piece[1][0] == () for piece in cut)
-    assert len(replicas._chunk(values, 4)) == 4 and len(replicas._chunk((torch.arange(5),), 4)) == 3
+    assert len(scatter(values, 4)) == 4 and len(scatter((torch.arange(5),), 4)) == 3
 
 
 def test_cyclic_schedule_has_no_cliff():
     """The warm-up rises to where the triangle begins; neighbours in the curve differ by no more than a step of the steepest line."""
-    args = make_args("single", "--schedule", "cyclic", "--epochs", "8", "--step-epochs", "3", "--warmup-epochs", "2")
-    curve = [common.lr_factor(args, step, 10) for step in range(80)]
+    args = make_args(
+        "single",
+        "--schedule",
+        "cyclic",
+        "--epochs",
+        "8",
+        "--step-epochs",
+        "3",
+        "--warmup-epochs",
+        "2",
+    )
+    curve = [factor_of(args, step, 10) for step in range(80)]
     assert curve[19] == pytest.approx(0.1) and curve[20] == pytest.approx(0.1)
-    assert curve[35] == pytest.approx(1.0) and curve[50] == pytest.approx(0.1) and curve[65] == pytest.approx(1.0)
+    assert (
+        curve[35] == pytest.approx(1.0)
+        and curve[50] == pytest.approx(0.1)
+        and curve[65] == pytest.approx(1.0)
+    )
     assert max(abs(a - b) for a, b in itertools.pairwise(curve)) <= 0.9 / 15 + 1e-12
     one = make_args("single", "--schedule", "cyclic", "--epochs", "8", "--warmup-epochs", "2")
-    curve = [common.lr_factor(one, step, 10) for step in range(80)]
-    assert max(curve) == curve[50] == pytest.approx(1.0) and curve[79] == pytest.approx(0.1 + 0.9 / 30)
+    curve = [factor_of(one, step, 10) for step in range(80)]
+    assert max(curve) == curve[50] == pytest.approx(1.0) and curve[79] == pytest.approx(
+        0.1 + 0.9 / 30
+    )
 
 
 # ------------------------------------------------------------------------------------------------ called by another program
 
 
 def surroundings():
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    numerics = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()
-    return handlers, signal.pthread_sigmask(signal.SIG_BLOCK, ()), dict(os.environ), torch.get_num_threads(), numerics
+    handlers = [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ]
+    return {
+        "handlers": handlers,
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "environment": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "precision": torch.get_float32_matmul_precision(),
+        "warnings": list(warnings.filters),
+    }
+
+
+def seed_generators(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw():
+    """Numbers of the three generators, in an order that also shows what each keeps for the next draw."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+        torch.randn(3).tolist(),
+    ]
 
 
 def call_main_again_and_again(folder):
-    import random
-
-    import numpy as np
-
     import train_single
     import train_spawn
 
     torch.set_num_threads(3)
-    torch.backends.cudnn.benchmark = True
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    own = random.Random(1), np.random.RandomState(1), torch.Generator().manual_seed(1)
-    undisturbed = [(own[0].random(), own[1].rand(), torch.rand((), generator=own[2]).item()) for _ in range(2)]
     os.environ["RANK"] = "7"
     os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ["SLURM_CPUS_ON_NODE"] = "1"  # so a run takes another number of threads than 3
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     torch.use_deterministic_algorithms(True, warn_only=True)
-    before = surroundings()
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("medium")
     argv = [*ODD, "--model", "conv", "--epochs", "1", "--deterministic"]
-    ends, draws = [], []
+    ends, seen, seeds = [], [], itertools.count()
+    original = machinery.run.Run.end_epoch
 
-    def call(name):
-        draws.append((random.random(), np.random.rand(), torch.rand(()).item()))
-        ends.append(train_single.main([*argv, "--output-dir", f"{folder}/single{name}"]))
-        assert surroundings()[2:] == before[2:]
-        ends.append(train_spawn.main(argv=[*argv, "--nproc", "2", "--output-dir", f"{folder}/spawn{name}"]))
+    def end_epoch(run, metrics):
+        torch.set_float32_matmul_precision("highest")  # as on an accelerator
+        seen.append(surroundings())
+        original(run, metrics)
+
+    machinery.run.Run.end_epoch = end_epoch
+
+    def call(main, name, *more):
+        """Call `main` between two draws; all is as it would be without the call."""
+        seed_generators(seed := next(seeds))
+        wanted = draw(), draw()
+        seed_generators(seed)
+        assert draw() == wanted[0]
+        before = surroundings()
         try:
-            train_single.main([*argv, "--batch-size", "0"])
-        except options.UsageError:
+            ends.append(main([*argv, *more, "--output-dir", f"{folder}/{name}"]))
+        except common.UsageError:
             ends.append(2)
+        after = surroundings()
+        assert after == before, {
+            part: (after[part], before[part]) for part in before if after[part] != before[part]
+        }
+        assert draw() == wanted[1], f"the generators do not go on after {name}"
 
-    call("1")
-    assert surroundings() == before
-    thread = threading.Thread(target=call, args=("2",))
+    def call_all(name):
+        call(train_single.main, f"single{name}")
+        call(train_spawn.main, f"spawn{name}", "--nproc", "2")
+        call(train_single.main, f"wrong{name}", "--batch-size", "0")
+
+    call_all("1")
+    thread = threading.Thread(target=call_all, args=("2",))
     thread.start()
     thread.join()
     assert ends == [0, 0, 2] * 2, ends
-    assert surroundings() == before, (surroundings(), before)
-    assert draws == undisturbed, "the caller's generators go on"
-    assert len({(folder / f"{mode}{i}" / "metrics.jsonl").read_text().count("\n") for mode in ("single", "spawn") for i in "12"}) == 1
+    assert (
+        len(
+            {
+                (folder / f"{mode}{i}" / "metrics.jsonl").read_text().count("\n")
+                for mode in ("single", "spawn")
+                for i in "12"
+            }
+        )
+        == 1
+    )
+    during, now = seen[0], surroundings()  # if they were alike, this would prove nothing
+    assert not [part for part in now if part != "mask" and during[part] == now[part]]
 
 
 @pytest.mark.long
 def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_path):
-    ((code, _, err),) = run_processes([functools.partial(call_main_again_and_again, tmp_path)], tmp_path)
+    ((code, _, err),) = run_processes(
+        [functools.partial(call_main_again_and_again, tmp_path)], tmp_path
+    )
     assert code == 0, err
 
 
@@ -724,14 +965,16 @@ def call_main_after_a_stop(folder):
     after_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         train_single.main(argv)
-    except options.Stopped as stop:
+    except machinery.processes.Stopped as stop:
         kept = stop
     assert kept.code == 130
     assert train_single.main([*argv, "--resume", "auto"]) == 0
 
 
 def test_main_can_go_on_where_a_stop_ended_it(tmp_path):
-    ((code, _, err),) = run_processes([functools.partial(call_main_after_a_stop, tmp_path)], tmp_path)
+    ((code, _, err),) = run_processes(
+        [functools.partial(call_main_after_a_stop, tmp_path)], tmp_path
+    )
     assert code == 0, err
 
 
@@ -743,8 +986,10 @@ def call_every_main(folder):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
         script = importlib.import_module(f"train_{mode}")
         before = dict(os.environ)
-        script.common.check_run = lambda args: options.set_variable("MADE_BY_THE_RUN", "1")
-        script.common.set_up_device = script.common.meeting_place = lambda *_: 1 / 0
+        script.check_run = lambda args: os.environ.update(MADE_BY_THE_RUN="1")
+        script.set_up_device = script.workers_meet_at = lambda *_: (
+            print(os.environ["MADE_BY_THE_RUN"]) or 1 / 0
+        )
         try:
             script.main([])
         except ZeroDivisionError:
@@ -754,8 +999,8 @@ def call_every_main(folder):
 
 
 def test_every_main_leaves_no_trace(tmp_path):
-    ((code, _, err),) = run_processes([functools.partial(call_every_main, tmp_path)], tmp_path)
-    assert code == 0, err
+    ((code, out, err),) = run_processes([functools.partial(call_every_main, tmp_path)], tmp_path)
+    assert code == 0 and out.split() == ["1"] * 4, err
 
 
 def test_importing_a_script_changes_no_signal_handler():

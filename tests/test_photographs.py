@@ -12,6 +12,8 @@ from PIL import Image
 from torch import nn
 
 import common
+import machinery.tasks
+import sampling
 import task
 
 
@@ -155,7 +157,7 @@ def test_crop_is_made_as_torchvision_makes_it(tmp_path):
     seen, _ = dataset.__getitems__(list(range(8)))
     recipe = v2.Compose([v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip()])
     for index in range(8):
-        torch.manual_seed(common.mix(3, 2, index))
+        torch.manual_seed(sampling.splitmix64(3, 2, index))
         assert seen[index].equal(recipe(image))
 
 
@@ -282,7 +284,7 @@ def test_arrays_are_augmented_in_training_only(name, side, flip, tmp_path, monke
                 list(range(60 if train else 20)),
             )
 
-    monkeypatch.setattr(f"torchvision.datasets.{task.TORCHVISION_CLASS[name]}", Source)
+    monkeypatch.setattr(f"torchvision.datasets.{task.TORCHVISION[name]}", Source)
     args = make_args("single", "--dataset", name, "--data-dir", str(tmp_path), "--seed", "3")
     train_set, val_set = task.build_datasets(args)
     assert (len(train_set), len(val_set)) == (60, 20) and train_set.seed == 3
@@ -360,7 +362,7 @@ def test_network_sees_each_channel_normalised_in_its_precision(name, model, dtyp
     argv = ["--dataset", name, "--model", model, "--dtype", dtype]
     argv += [] if name == "digits" else ["--data-dir", str(tmp_path)]
     args = make_args("single", *argv)
-    net, seen = common.build_net(args, task, torch.device("cpu")).eval(), []
+    net, seen = machinery.tasks.build_net(args, task, torch.device("cpu")).eval(), []
     net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     channels, side, classes, mean, std = task.DATASETS[name]
     values = torch.arange(256, dtype=torch.uint8).repeat(channels * side * side // 256 + 1)

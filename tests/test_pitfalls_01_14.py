@@ -21,15 +21,36 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import ROOT, TASKS, deviation, in_group, make_args, make_sampler, run_processes, single_run, train, undisturbed
-from pitfalls import BASE, after_step, in_process, on_rank_1, print_batches, printed, stop_after, without_speed
+from harness import (
+    ROOT,
+    TASKS,
+    deviation,
+    in_group,
+    loader_of,
+    make_args,
+    make_sampler,
+    run_processes,
+    single_run,
+    train,
+    undisturbed,
+)
+from pitfalls import (
+    BASE,
+    after_step,
+    in_process,
+    on_rank_1,
+    print_batches,
+    printed,
+    stop_after,
+    without_speed,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-import checkpoint
 import common
-import loading
+import machinery.processes
+import sampling
 import task
 import train_spawn
 
@@ -37,7 +58,10 @@ CPU = torch.device("cpu")
 
 
 def gradients(model):
-    return {name.removeprefix("module."): parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {
+        name.removeprefix("module."): parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 01
@@ -48,7 +72,7 @@ def evaluate_both_ways():
     padded = list(DistributedSampler(hits, shuffle=False))
     wrong = common.reduce_value(hits[padded].mean()).item()
     meter = common.Meter(CPU)
-    for _, indices in common.ShardSampler(len(hits), 4, dist.get_rank(), dist.get_world_size()):
+    for _, indices in sampling.ShardSampler(len(hits), 4, dist.get_rank(), dist.get_world_size()):
         meter.add(top1=hits[indices])
     print(json.dumps([wrong, meter.mean()]))
 
@@ -56,12 +80,20 @@ def evaluate_both_ways():
 def test_pitfall_01_evaluation_counts_every_sample_once():
     """Accuracy depends on the number of devices: DistributedSampler repeats samples to make the shards equal, and means are averaged."""
     for length, world_size, repeated in ((21, 2, 1), (3, 4, 1), (50001, 8, 7)):
-        padded = [i for rank in range(world_size) for i in DistributedSampler(range(length), world_size, rank, shuffle=False)]
+        padded = [
+            i
+            for rank in range(world_size)
+            for i in DistributedSampler(range(length), world_size, rank, shuffle=False)
+        ]
         assert len(padded) - length == repeated
     for length in (21, 3, 50001):
         for world_size in (1, 2, 3, 4):
-            shards = [common.ShardSampler(length, 16, rank, world_size) for rank in range(world_size)]
-            assert sorted(i for shard in shards for _, indices in shard for i in indices) == list(range(length))
+            shards = [
+                sampling.ShardSampler(length, 16, rank, world_size) for rank in range(world_size)
+            ]
+            assert sorted(i for shard in shards for _, indices in shard for i in indices) == list(
+                range(length)
+            )
 
     for out in in_group(4, evaluate_both_ways):
         wrong, right = json.loads(out)
@@ -70,8 +102,12 @@ def test_pitfall_01_evaluation_counts_every_sample_once():
 
     one, four = single_run(*BASE).eval_lines(), undisturbed("ddp", 4, *BASE).eval_lines()
     assert len(four) == 3 and four[-1]["count"] == 57 and 0.2 < four[-1]["top1"] < 1
-    assert [line["top1"] for line in four] == pytest.approx([line["top1"] for line in one], rel=1e-10)
-    assert [line["loss"] for line in four] == pytest.approx([line["loss"] for line in one], rel=1e-10)
+    assert [line["top1"] for line in four] == pytest.approx(
+        [line["top1"] for line in one], rel=1e-10
+    )
+    assert [line["loss"] for line in four] == pytest.approx(
+        [line["loss"] for line in one], rel=1e-10
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 02
@@ -116,11 +152,15 @@ def test_pitfall_03_batch_size_is_global(tmp_path):
 
     for world_size in (2, 4):
         result = undisturbed("ddp", world_size, *BASE)
-        assert [line["lr"] for line in result.train_lines()] == [line["lr"] for line in reference.train_lines()]
+        assert [line["lr"] for line in result.train_lines()] == [
+            line["lr"] for line in reference.train_lines()
+        ]
         assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
 
     scaled = train("ddp", 2, *BASE, "--epochs", "1", "--scale-lr", "linear", folder=tmp_path)
-    assert scaled.train_lines()[-1]["lr"] == 2 * reference.train_lines()[5]["lr"] > 0  # only when asked for
+    assert (
+        scaled.train_lines()[-1]["lr"] == 2 * reference.train_lines()[5]["lr"] > 0
+    )  # only when asked for
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 04
@@ -132,15 +172,31 @@ def test_pitfall_04_resume_is_exact(tmp_path):
     straight = single_run(*argv)
     stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 8))
     saved = stopped.checkpoint()
-    assert stopped.code == 143 and (saved["epoch"], saved["step"], saved["global_step"]) == (1, 2, 8)
+    assert stopped.code == 143 and (saved["epoch"], saved["step"], saved["global_step"]) == (
+        1,
+        2,
+        8,
+    )
 
     momenta = [state["momentum_buffer"] for state in saved["optimizer"]["state"].values()]
     assert max(momentum.abs().max() for momentum in momenta) > 1e-3
     for momentum in momenta:
         momentum.zero_()
     torch.save(saved, tmp_path / "weights.pt")
-    forgetful = train("single", 1, *argv, "--resume", tmp_path / "weights.pt", "--output-dir", tmp_path / "wrong", folder=tmp_path)
-    assert forgetful.code == 0 and deviation(forgetful.checkpoint()["model"], straight.checkpoint()["model"]) > 1e-3
+    forgetful = train(
+        "single",
+        1,
+        *argv,
+        "--resume",
+        tmp_path / "weights.pt",
+        "--output-dir",
+        tmp_path / "wrong",
+        folder=tmp_path,
+    )
+    assert (
+        forgetful.code == 0
+        and deviation(forgetful.checkpoint()["model"], straight.checkpoint()["model"]) > 1e-3
+    )
 
     resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0 and without_speed(resumed.lines) == without_speed(straight.lines)
@@ -148,7 +204,9 @@ def test_pitfall_04_resume_is_exact(tmp_path):
         a, b = resumed.checkpoint()[part], straight.checkpoint()[part]
         assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in b)  # bitwise
     states = [run.checkpoint()["optimizer"]["state"] for run in (resumed, straight)]
-    assert all(states[0][i]["momentum_buffer"].equal(states[1][i]["momentum_buffer"]) for i in states[1])
+    assert all(
+        states[0][i]["momentum_buffer"].equal(states[1][i]["momentum_buffer"]) for i in states[1]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 05
@@ -159,7 +217,9 @@ def skip_on_one_rank():
     updates = 0
     try:
         for step in range(3):
-            loss = net(torch.ones(2, 3)).sum() * (float("nan") if step == 0 and dist.get_rank() == 1 else 1)
+            loss = net(torch.ones(2, 3)).sum() * (
+                float("nan") if step == 0 and dist.get_rank() == 1 else 1
+            )
             if not loss.isfinite():
                 continue  # no backward here, but the other rank is in its all-reduce
             loss.backward()
@@ -175,14 +235,27 @@ def make_nan(losses):
 
 def test_pitfall_05_nan_on_one_rank(tmp_path):
     """NaN on one rank: a rank that skips its own step leaves the others in a collective, or pairs their batches wrongly from then on."""
-    assert [int(out) for out in in_group(2, skip_on_one_rank)] == [2, 2]  # of 3 steps; rank 0's first went with rank 1's second
+    assert [int(out) for out in in_group(2, skip_on_one_rank)] == [
+        2,
+        2,
+    ]  # of 3 steps; rank 0's first went with rank 1's second
 
     clean = undisturbed("ddp", 2, *BASE)
-    result = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(on_rank_1, make_nan, 2))
-    assert result.code == 0, result.err  # equal weights on all ranks are checked at the end of each epoch
+    result = train(
+        "ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(on_rank_1, make_nan, 2)
+    )
+    assert result.code == 0, (
+        result.err
+    )  # equal weights on all ranks are checked at the end of each epoch
     assert [line["skipped"] for line in result.train_lines()] == [0, 0, 1] + 15 * [0]
-    assert [line["grad_norm"] is None for line in result.train_lines()] == [False, False, True] + 15 * [False]  # of rank 0: it got the NaN
-    assert [line["global_step"] for line in result.train_lines()] == [line["global_step"] for line in clean.train_lines()]
+    assert [line["grad_norm"] is None for line in result.train_lines()] == [
+        False,
+        False,
+        True,
+    ] + 15 * [False]  # of rank 0: it got the NaN
+    assert [line["global_step"] for line in result.train_lines()] == [
+        line["global_step"] for line in clean.train_lines()
+    ]
     model = result.checkpoint()["model"]
     assert all(tensor.isfinite().all() for tensor in model.values())
     assert deviation(model, clean.checkpoint()["model"]) > 1e-4  # one update is missing
@@ -211,12 +284,12 @@ def spawn_launcher(argv, change=None, call=2):
     mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     if change:
         on_rank_1(change, call)
-    return common.exit_code(functools.partial(train_spawn.main, argv))
+    return machinery.processes.run_main(functools.partial(train_spawn.main, argv))
 
 
 LAST_WORDS = {
     "raises": "RuntimeError: rank 1 broke$",
-    "exits 0": "process 1 left before the end$",
+    "exits 0": "a rank left before the end$",
     "exits 1": "process 1 left with exit code 1$",
     "is killed": "process 1 was killed by SIGKILL$",
 }
@@ -233,7 +306,9 @@ def test_pitfall_06_dead_rank_ends_the_job(how, tmp_path):
     target = functools.partial(spawn_launcher, argv, functools.partial(die, how))
     ((code, _, err),) = run_processes([target], tmp_path, timeout=40)
     assert code == 1, err
-    assert time.monotonic() - start < 20  # less than --timeout 30: the others are told, they do not time out
+    assert (
+        time.monotonic() - start < 20
+    )  # less than --timeout 30: the others are told, they do not time out
     assert re.search(LAST_WORDS[how], err.splitlines()[-1]), err  # not what it led to in the others
     assert ("Traceback" in err) == (how == "raises"), err
 
@@ -243,24 +318,39 @@ def die(how, losses):
 
 
 FAILING_TASK = """
+import itertools
 import small
 from small import *
 
+calls = itertools.count()
+
 def per_sample_loss(outputs, targets):
-    if outputs.requires_grad:  # not in the check
+    if outputs.requires_grad and next(calls) == 3:  # not in the check
         raise RuntimeError("broken labels")
     return small.per_sample_loss(outputs, targets, label_smoothing=0.1)
 """
 
 
-def test_pitfall_06_error_with_loader_workers_ends_the_process(tmp_path):
+@pytest.mark.parametrize(("mode", "options"), [("single", []), ("spawn", ["--nproc", "2"])])
+def test_pitfall_06_error_with_loader_workers_ends_the_process(mode, options, tmp_path):
     """A script prints its traceback and then hangs: at exit Python waits for loader workers, which ignore its SIGTERM."""
     (tmp_path / "failing.py").write_text(FAILING_TASK)
-    command = [sys.executable, str(ROOT / "train_single.py"), *BASE, "--task", str(tmp_path / "failing.py"), "--workers", "2"]
+    command = [
+        sys.executable,
+        str(ROOT / f"train_{mode}.py"),
+        *BASE,
+        *options,
+        "--task",
+        str(tmp_path / "failing.py"),
+        "--workers",
+        "2",
+    ]
     command += ["--output-dir", str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(TASKS)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=40)
-    assert result.returncode == 1 and "broken labels" in result.stderr
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == "RuntimeError: broken labels", "nor is anything left, of which Python would tell"
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 07
@@ -273,7 +363,10 @@ def test_pitfall_07_every_epoch_has_its_own_order(tmp_path):
 
     result = train("ddp", 2, *BASE, folder=tmp_path, patch=print_batches)
     batches = printed(result.out, "batch")
-    orders = [[i for e, rank, indices in batches if e == epoch and rank == 0 for i in indices] for epoch in range(3)]
+    orders = [
+        [i for e, rank, indices in batches if e == epoch and rank == 0 for i in indices]
+        for epoch in range(3)
+    ]
     assert [len(order) for order in orders] == [90, 90, 90]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert orders[a] != orders[b] and set(orders[a]) != set(orders[b])
@@ -305,7 +398,7 @@ class TorchNoise(OwnGenerator):
 def batches_of(dataset, workers):
     args = make_args("single", "--workers", str(workers))
     sampler = make_sampler(24, 8)
-    loader, epochs = common.build_loader(args, dataset, sampler, CPU), []
+    loader, epochs = loader_of(args, dataset, sampler, CPU), []
     for epoch in (0, 1):
         sampler.set_position(epoch, 0)
         by_index = {}
@@ -333,7 +426,9 @@ class Images(Dataset):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 def test_pitfall_08_augmentation_differs_between_workers_and_epochs():
     """All loader workers, or all epochs, augment alike: a generator was copied by fork, or worker_init_fn seeds with a constant."""
-    first, second = DataLoader(OwnGenerator(), batch_size=12, num_workers=2)  # one batch of each worker
+    first, second = DataLoader(
+        OwnGenerator(), batch_size=12, num_workers=2
+    )  # one batch of each worker
     assert first.equal(second)
     loader = DataLoader(TorchNoise(), batch_size=24, num_workers=1, worker_init_fn=seed_by_worker)
     epochs = [next(iter(loader))[0] for _ in range(2)]
@@ -365,7 +460,9 @@ def sync_on_the_first():
     with model.no_sync():
         for piece in others:
             ((model(piece) ** 2).sum() / 6).backward()
-    print(json.dumps([deviation(gradients(model), gradients(net)), model.module.weight.grad.tolist()]))
+    print(
+        json.dumps([deviation(gradients(model), gradients(net)), model.module.weight.grad.tolist()])
+    )
 
 
 def forward_outside_no_sync():
@@ -389,7 +486,9 @@ def test_pitfall_09_accumulation_synchronises_the_last_piece(tmp_path):
     assert result.code == 0, result.err
     for rank in (0, 1):
         assert deviation(result.gradients[rank][0], reference.gradients[0][0]) <= 1e-12
-    assert printed(result.out, "reduced") == [18, 18]  # one for each update, not one for each micro-batch
+    assert (
+        printed(result.out, "reduced") == [1 + 18] * 2
+    )  # settle_buckets, and one for each update, not one for each micro-batch
 
 
 def count_all_reduces(rank):
@@ -403,7 +502,10 @@ def count_all_reduces(rank):
         return work.get_future().then(lambda future: future.value()[0])
 
     compress, destroy = common.compress_gradients, dist.destroy_process_group
-    common.compress_gradients = lambda args, model, scaler: (compress(args, model, scaler), model.register_comm_hook(None, hook))
+    common.compress_gradients = lambda model, *others: (
+        compress(model, *others),
+        model.register_comm_hook(None, hook),
+    )
     dist.destroy_process_group = lambda: (print("reduced", count), destroy())
 
 
@@ -411,10 +513,15 @@ def count_all_reduces(rank):
 
 
 def save_on_a_full_disk():
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write beyond the limit is an error and not the end
+    signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # so that a write beyond the limit is an error and not the end
     old, new = {"weight": torch.zeros(100)}, {"weight": torch.ones(100_000)}
     with tempfile.TemporaryDirectory() as name:
-        for path, save in ((Path(name) / "direct.pt", torch.save), (Path(name) / "last.pt", checkpoint.save_checkpoint)):
+        for path, save in (
+            (Path(name) / "direct.pt", torch.save),
+            (Path(name) / "last.pt", common.save_checkpoint),
+        ):
             save(old, path)
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
             try:
@@ -422,7 +529,9 @@ def save_on_a_full_disk():
                 outcome = "saved"
             except (OSError, RuntimeError):
                 outcome = "failed"
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
             try:
                 content = torch.load(path)["weight"].sum().item()
             except Exception:
@@ -444,25 +553,33 @@ def test_pitfall_10_full_disk_leaves_the_old_checkpoint():
 
 def terminate_group(rank):
     """SIGTERM, as batch systems send it: to the process and its loader workers at once. Only one rank gets it."""
-    multiprocessing.set_start_method("fork", force=True)  # loader workers are then in the process group of their rank
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # loader workers are then in the process group of their rank
     if rank == 1:
         os.setsid()
         after_step(3, kill_own_group)
 
 
 def kill_own_group():
-    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True)  # from outside: its parent may end a worker
+    subprocess.run(
+        ["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True
+    )  # from outside: its parent may end a worker
 
 
 def terminate_group_with_plain_workers(rank):
     multiprocessing.set_start_method("fork", force=True)
-    loading.leave_signals_to_parent = lambda: None  # as DataLoader's workers are by default
+    sampling._leave_signals_to_parent = lambda worker: (
+        None
+    )  # as DataLoader's workers are by default
     os.setsid()
 
     def stop():
         kill_own_group()
         for worker in multiprocessing.active_children():
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # dead, and left for the loader to find
+            os.waitid(
+                os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT
+            )  # dead, and left for the loader to find
 
     after_step(3, stop)
 
@@ -471,7 +588,15 @@ def terminate_group_with_plain_workers(rank):
 def test_pitfall_11_sigterm_saves(workers, tmp_path):
     """SIGTERM ends the job without a checkpoint: it reaches the loader workers too, and the run dies of their death before it can save."""
     if workers == "2":
-        wrong = train("single", 1, *BASE, "--workers", "2", folder=tmp_path / "wrong", patch=terminate_group_with_plain_workers)
+        wrong = train(
+            "single",
+            1,
+            *BASE,
+            "--workers",
+            "2",
+            folder=tmp_path / "wrong",
+            patch=terminate_group_with_plain_workers,
+        )
         assert "DataLoader worker" in wrong.err and not (wrong.folder / "last.pt").exists()
 
     argv = (*BASE, "--workers", workers)
@@ -482,7 +607,10 @@ def test_pitfall_11_sigterm_saves(workers, tmp_path):
     assert resumed.code == 0, resumed.err
     straight = undisturbed("ddp", 2, *BASE)
     assert without_speed(resumed.lines) == without_speed(straight.lines)
-    assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
+    assert all(
+        tensor.equal(straight.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 12
@@ -501,11 +629,17 @@ def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
     stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=print_batches_and_stop)
     assert stopped.code == 143 and stopped.checkpoint()["step"] == 3
     resumed = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path, patch=print_batches)
-    before, after = ([b for b in printed(run.out, "batch") if b[0] == 1] for run in (stopped, resumed))
-    assert len(before) == len(after) == 2 * 3  # three steps of each rank; nothing is loaded only to be skipped
+    before, after = (
+        [b for b in printed(run.out, "batch") if b[0] == 1] for run in (stopped, resumed)
+    )
+    assert (
+        len(before) == len(after) == 2 * 3
+    )  # three steps of each rank; nothing is loaded only to be skipped
     seen = [index for _, _, indices in before + after for index in indices]
     assert len(seen) == len(set(seen)) == 180
-    order = torch.randperm(203, generator=torch.Generator().manual_seed(loading.mix(0, 1))).tolist()
+    order = torch.randperm(
+        203, generator=torch.Generator().manual_seed(sampling.splitmix64(0, 1))
+    ).tolist()
     assert set(seen) == set(order[:180])
 
 
@@ -515,8 +649,12 @@ def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
 def test_pitfall_13_resume_at_another_world_size(tmp_path):
     """Resuming on another number of devices skips or repeats data: the position was counted in batches of one rank."""
     order = list(range(180))
-    trained = {i for rank in range(2) for i in order[rank::2][: 3 * 15]}  # three steps on two ranks, 15 samples each
-    left = {i for rank in range(4) for i in order[rank::4][3 * 15 :]}  # the same position on four ranks
+    trained = {
+        i for rank in range(2) for i in order[rank::2][: 3 * 15]
+    }  # three steps on two ranks, 15 samples each
+    left = {
+        i for rank in range(4) for i in order[rank::4][3 * 15 :]
+    }  # the same position on four ranks
     assert len(trained) == 90 and not left
 
     stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
@@ -564,13 +702,27 @@ def test_pitfall_14_checkpoints_hold_plain_values(tmp_path):
 
     result = train("single", 1, *BASE, "--average", "ema", "--epochs", "1", folder=tmp_path)
     saved = torch.load(result.folder / "last.pt", weights_only=True)
-    assert saved.keys() >= {"format", "model", "optimizer", "scheduler", "scaler", "average", "epoch", "step", "global_step", "best"}
+    assert saved.keys() >= {
+        "format",
+        "model",
+        "optimizer",
+        "scheduler",
+        "scaler",
+        "average",
+        "epoch",
+        "step",
+        "global_step",
+        "best",
+    }
     assert plain({**saved, "model": dict(saved["model"])}) and saved["config"]["batch_size"] == 30
 
     torch.save({**saved, "best": Hostile(tmp_path / "intruder")}, tmp_path / "hostile.pt")
     with pytest.raises(common.UsageError, match="Weights only load failed"):
-        checkpoint.load_checkpoint(tmp_path / "hostile.pt")
+        common.load_checkpoint(tmp_path / "hostile.pt")
     assert not (tmp_path / "intruder").exists()
     torch.load(tmp_path / "hostile.pt", weights_only=False)
     assert (tmp_path / "intruder").exists()  # the file was hostile
-    assert "weights_only=False" not in "".join(Path(module.__file__).read_text() for module in (checkpoint, common, sys.modules["task"]))
+    product = [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py")]
+    assert len(product) > 10 and not any(
+        "weights_only=False" in path.read_text() for path in product
+    )

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import fcntl
 import functools
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, context, deviation, in_group, make_args, make_sampler, run_processes, single_run, train, undisturbed
+from harness import (
+    ROOT,
+    context,
+    deviation,
+    in_group,
+    loader_of,
+    make_args,
+    make_sampler,
+    run_processes,
+    single_run,
+    train,
+    undisturbed,
+)
 from launches import free_port
 from pitfalls import BASE, in_process, launch, printed, stop_after, without_speed
 from test_pitfalls_01_14 import spawn_launcher
@@ -25,10 +38,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-import checkpoint
 import common
-import options
-import replicas
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.rendezvous
+import machinery.run
+import machinery.stand_ins
 
 CPU = torch.device("cpu")
 
@@ -36,13 +53,13 @@ CPU = torch.device("cpu")
 
 
 def print_gathered(rank):
-    gather = replicas.DataParallel.gather
+    gather = machinery.stand_ins.DataParallel.gather
 
     def watched(self, outputs, output_device):
         print("gathered", json.dumps([list(output.shape) for output in outputs]))
         return gather(self, outputs, output_device)
 
-    replicas.DataParallel.gather = watched
+    machinery.stand_ins.DataParallel.gather = watched
 
 
 def test_pitfall_29_data_parallel_gathers_losses(tmp_path):
@@ -52,9 +69,14 @@ def test_pitfall_29_data_parallel_gathers_losses(tmp_path):
     assert means.mean() > 1.2 * losses.mean()
 
     argv = (*BASE, "--batch-size", "10", "--epochs", "1", "--lr", "0.02")
-    reference, result = single_run(*argv), train("dp", 4, *argv, folder=tmp_path, patch=print_gathered)
+    reference, result = (
+        single_run(*argv),
+        train("dp", 4, *argv, folder=tmp_path, patch=print_gathered),
+    )
     assert result.code == 0, result.err
-    assert printed(result.out, "gathered")[:20] == 20 * [[[3], [3], [3], [1]]]  # one number a sample, and none of the outputs
+    assert printed(result.out, "gathered")[:20] == 20 * [
+        [[3], [3], [3], [1]]
+    ]  # one number a sample, and none of the outputs
     assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
     assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
 
@@ -69,11 +91,11 @@ def drop_with_one_seed():
 
 def print_masks(rank):
     """Print `mask [rank, dropped units]` for every forward of a dropout layer in training."""
-    forward = nn.Dropout.forward
+    forward, calls = nn.Dropout.forward, itertools.count()
 
     def watched(self, value):
         output = forward(self, value)
-        if self.training:
+        if self.training and next(calls) > 0:  # the first call is that of settle_buckets
             print("mask", json.dumps([rank, (output == 0).int().flatten().tolist()]))
         return output
 
@@ -99,9 +121,15 @@ def test_pitfall_30_dropout_differs_between_ranks(tmp_path):
     assert stopped.code == 143 and stopped.checkpoint()["step"] == 4
     resumed = train("ddp", 2, *argv, "--resume", "auto", folder=tmp_path, patch=print_masks)
     for rank in (0, 1):
-        before, again = ([mask for r, mask in printed(run.out, "mask") if r == rank] for run in (straight, resumed))
+        before, again = (
+            [mask for r, mask in printed(run.out, "mask") if r == rank]
+            for run in (straight, resumed)
+        )
         assert again[-2:] == before[-2:]  # steps 5 and 6
-    assert all(tensor.equal(straight.checkpoint()["model"][name]) for name, tensor in resumed.checkpoint()["model"].items())
+    assert all(
+        tensor.equal(straight.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 31
@@ -126,19 +154,19 @@ def hide_files_from_rank_1(rank):
         raise FileNotFoundError(path)
 
     if rank == 1:
-        checkpoint.load_checkpoint = missing
+        machinery.files.load_checkpoint = missing
 
 
 def save_slowly(rank):
     """Rank 0 has a slow disk; print when it has saved, and when each rank leaves."""
-    save, destroy = checkpoint.save_checkpoint, dist.destroy_process_group
+    save, destroy = machinery.files.save_checkpoint, dist.destroy_process_group
 
     def slow_save(*arguments):
         time.sleep(0.5)
         save(*arguments)
         print("saved", time.monotonic())
 
-    checkpoint.save_checkpoint = slow_save
+    machinery.files.save_checkpoint = slow_save
     dist.destroy_process_group = lambda: (print("left", time.monotonic()), destroy())
 
 
@@ -152,7 +180,9 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
     assert [out.strip() for out in in_group(2, each_rank_looks_for_itself)] == ["False", "True"]
 
     stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
-    resumed = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path, patch=hide_files_from_rank_1)
+    resumed = train(
+        "ddp", 2, *BASE, "--resume", "auto", folder=tmp_path, patch=hide_files_from_rank_1
+    )
     assert stopped.code == 143 and resumed.code == 0, resumed.err
     assert without_speed(resumed.lines) == without_speed(undisturbed("ddp", 2, *BASE).lines)
 
@@ -162,9 +192,13 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
     assert second.code == 2 and "another run is writing there" in second.err
 
     for code, patch in ((143, stop_and_save_slowly), (0, save_slowly)):
-        slow = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / f"slow-{code}", patch=patch)
+        slow = train(
+            "ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / f"slow-{code}", patch=patch
+        )
         assert slow.code == code
-        assert min(printed(slow.out, "left")) > max(printed(slow.out, "saved"))  # a launcher ends the rest when one leaves with a code
+        assert min(printed(slow.out, "left")) > max(
+            printed(slow.out, "saved")
+        )  # a launcher ends the rest when one leaves with a code
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 32
@@ -173,31 +207,42 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
 def on_two_nodes(rank):
     """Each rank is the first, and only, process of its machine."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    save = checkpoint.save_checkpoint
-    checkpoint.save_checkpoint = lambda content, path: (print("saves", rank), save(content, path))
+    save = machinery.files.save_checkpoint
+    machinery.files.save_checkpoint = lambda content, path: (
+        print("saves", rank),
+        save(content, path),
+    )
 
 
 def gate_on_local_rank(rank):
     on_two_nodes(rank)
-    checkpoint.is_rank0 = lambda: os.environ["LOCAL_RANK"] == "0"
-    checkpoint.Run._open = open_own_folder
+    machinery.run.get_rank = lambda: int(os.environ["LOCAL_RANK"])
+    machinery.run.Run._open = open_own_folder
 
 
 def open_own_folder(self):
-    self.args.output_dir += f"-{dist.get_rank()}"  # or the lock of metrics.jsonl would notice that two write there
+    self.args.output_dir += (
+        f"-{dist.get_rank()}"  # or the lock of metrics.jsonl would notice that two write there
+    )
     return _open(self)
 
 
-_open = checkpoint.Run._open
+_open = machinery.run.Run._open
 
 
 def test_pitfall_32_one_rank_of_all_machines_saves(tmp_path):
     """Several ranks write the same checkpoint: on more than one machine, each has a process whose local rank is 0."""
-    wrong = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "wrong", patch=gate_on_local_rank)
+    wrong = train(
+        "ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "wrong", patch=gate_on_local_rank
+    )
     assert set(printed(wrong.out, "saves")) == {0, 1}
 
     right = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "right", patch=on_two_nodes)
-    assert right.code == 0 and printed(right.out, "saves") == [0, 0, 0]  # last.pt before the evaluation, best.pt and last.pt after it
+    assert right.code == 0 and printed(right.out, "saves") == [
+        0,
+        0,
+        0,
+    ]  # last.pt before the evaluation, best.pt and last.pt after it
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 33
@@ -216,13 +261,16 @@ def wrap_on_gpus_only():
 
 def print_weights(rank):
     """Print the sum of the weights that each rank leaves training with."""
-    end_epoch = checkpoint.Run.end_epoch
+    end_epoch = machinery.run.Run.end_epoch
 
     def watched(self, metrics):
-        print("weights", json.dumps([[p.sum().item(), p.norm().item()] for p in self.state.net.parameters()]))
+        print(
+            "weights",
+            json.dumps([[p.sum().item(), p.norm().item()] for p in self.state.net.parameters()]),
+        )
         end_epoch(self, metrics)
 
-    checkpoint.Run.end_epoch = watched
+    machinery.run.Run.end_epoch = watched
 
 
 def test_pitfall_33_cpu_ranks_train_one_model(tmp_path):
@@ -235,7 +283,17 @@ def test_pitfall_33_cpu_ranks_train_one_model(tmp_path):
     first, second = printed(result.out, "weights")
     assert first == second
     assert deviation(result.gradients[0][0], result.gradients[1][0]) == 0.0
-    start = train("single", 1, *BASE, "--epochs", "1", "--lr", "0", folder=tmp_path / "start", patch=print_weights)
+    start = train(
+        "single",
+        1,
+        *BASE,
+        "--epochs",
+        "1",
+        "--lr",
+        "0",
+        folder=tmp_path / "start",
+        patch=print_weights,
+    )
     assert printed(start.out, "weights")[0] != first  # they trained
 
 
@@ -243,7 +301,9 @@ def test_pitfall_33_cpu_ranks_train_one_model(tmp_path):
 
 
 def reduce_a_loss():
-    weight = torch.tensor(1.0 + 3 * dist.get_rank(), dtype=torch.float64, requires_grad=True)  # 1 and 4
+    weight = torch.tensor(
+        1.0 + 3 * dist.get_rank(), dtype=torch.float64, requires_grad=True
+    )  # 1 and 4
     loss = weight.sqrt()  # backward needs the result: d/dw = 1 / (2 sqrt(w))
     logged = common.reduce_value(loss)
     total = common.reduce_value(loss, average=False)
@@ -290,7 +350,7 @@ def print_waits(rank):
     for name in ("item", "tolist", "__float__", "__bool__"):
         count(torch.Tensor, name, 1)
 
-    batches = checkpoint.Run.batches
+    batches = machinery.run.Run.batches
 
     def watched_batches(self, loader):
         for batch in batches(self, loader):  # what is between two batches is one step
@@ -298,7 +358,7 @@ def print_waits(rank):
             waits[:] = 0, 0
             yield batch
 
-    checkpoint.Run.batches = watched_batches
+    machinery.run.Run.batches = watched_batches
 
 
 def log_every_step_by_item(rank):
@@ -319,7 +379,9 @@ def test_pitfall_36_steps_do_not_wait(tmp_path):
     wrong = train("ddp", 1, *argv, folder=tmp_path / "wrong", patch=log_every_step_by_item)
     right = train("ddp", 1, *argv, folder=tmp_path / "right", patch=print_waits)
     assert wrong.code == right.code == 0, right.err
-    wrong, right = (printed(run.out, "waits")[1:] for run in (wrong, right))  # the first is the start of the run
+    wrong, right = (
+        printed(run.out, "waits")[1:] for run in (wrong, right)
+    )  # the first is the start of the run
     assert len(wrong) == len(right) == 5
     assert all(step[0] == 1 for step in wrong)
     assert all(step[0] == 0 for step in right)
@@ -336,11 +398,16 @@ def test_pitfall_37_one_rank_prints_and_writes(tmp_path):
     assert len("".join(in_group(2, functools.partial(print, "epoch 1"))).splitlines()) == 2
 
     one, two = single_run(*BASE), undisturbed("ddp", 2, *BASE)
-    starts = [[line[:20] for line in run.out.splitlines() if not line.startswith("output folder")] for run in (one, two)]
+    starts = [
+        [line[:20] for line in run.out.splitlines() if not line.startswith("output directory")]
+        for run in (one, two)
+    ]
     assert starts[0] == starts[1] and len(starts[0]) == 18 + 3
-    assert two.out.count("output folder") == 1 and two.err == one.err == ""
+    assert two.out.count("output directory") == 1 and two.err == one.err == ""
     assert len(two.lines) == len(one.lines) == 21
-    assert sorted(path.name for path in two.folder.iterdir()) == sorted(path.name for path in one.folder.iterdir())
+    assert sorted(path.name for path in two.folder.iterdir()) == sorted(
+        path.name for path in one.folder.iterdir()
+    )
 
 
 def test_pitfall_37_one_event_file(tmp_path):
@@ -362,7 +429,7 @@ class WorkerPids(Dataset):
 
 
 def print_threads_beside_accelerators(cores, processes):
-    common.resolve_device_type = lambda name: "cuda"
+    machinery.processes.resolve_device_type = lambda name: "cuda"
     torch.accelerator.device_count = lambda: 4
     torch.accelerator.set_device_index = lambda index: None
     print_threads(cores, processes)
@@ -375,8 +442,23 @@ def print_threads(cores, processes, **environment):
     os.sched_getaffinity = lambda process: set(range(cores))
     if processes:
         os.environ["LOCAL_WORLD_SIZE"] = str(processes)
-    common.set_up_device(make_args("single", "--device", "cpu"))
+    machinery.processes.set_up_device("cpu")
     print(torch.get_num_threads())
+
+
+def print_threads_of_spawned():
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.sched_getaffinity = lambda process: set(range(8))
+
+    def worker(local_rank, args):
+        machinery.processes.set_up_device("cpu")
+        print(torch.get_num_threads())
+        return 0
+
+    with contextlib.suppress(SystemExit):
+        machinery.launch.run_worker(
+            0, worker, make_args("spawn", "--nproc", "4", "--device", "cpu")
+        )
 
 
 def test_pitfall_38_workers_stay_and_cores_are_divided():
@@ -386,7 +468,7 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     assert len(first) == 2 and not first & second
 
     sampler = make_sampler(24, 8)
-    loader = common.build_loader(make_args("single", "--workers", "2"), WorkerPids(), sampler, CPU)
+    loader = loader_of(make_args("single", "--workers", "2"), WorkerPids(), sampler, CPU)
     pids = []
     for epoch in range(3):
         sampler.set_position(epoch, 0)
@@ -396,9 +478,14 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     assert int(in_process(functools.partial(print_threads, 8, 0))) == 8
     assert int(in_process(functools.partial(print_threads, 8, 4))) == 2
     assert int(in_process(functools.partial(print_threads, 2, 4))) == 1
-    assert int(in_process(functools.partial(print_threads, 64, 4, SLURM_CPUS_ON_NODE="8"))) == 2, "the rest is of other jobs"
-    assert int(in_process(functools.partial(print_threads, 2, 4, SLURM_CPUS_ON_NODE="8"))) == 2, "SLURM has divided them"
+    assert int(in_process(functools.partial(print_threads, 64, 4, SLURM_CPUS_ON_NODE="8"))) == 2, (
+        "the rest is of other jobs"
+    )
+    assert int(in_process(functools.partial(print_threads, 2, 4, SLURM_CPUS_ON_NODE="8"))) == 2, (
+        "SLURM has divided them"
+    )
     assert int(in_process(functools.partial(print_threads_beside_accelerators, 8, 4))) == 2
+    assert int(in_process(print_threads_of_spawned)) == 2
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 39
@@ -437,7 +524,9 @@ def signal_in_training(launcher, number, folder):
         pids += descendants(launcher)
         assert len([pid for pid in pids if running(pid)]) >= 7
         os.kill(launcher, number)
-        wait_until(lambda: not any(running(pid) for pid in pids), 30)  # a few seconds, or many on a busy machine
+        wait_until(
+            lambda: not any(running(pid) for pid in pids), 30
+        )  # a few seconds, or many on a busy machine
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -452,13 +541,17 @@ def test_pitfall_39_nothing_outlives_the_launcher(number, tmp_path):
     """Processes stay on the machine after Ctrl-C, or when the launcher was killed: ranks and loader workers outlived it."""
     argv = [*BASE, *ENDLESS, "--nproc", "2", "--output-dir", str(tmp_path / "run")]
     log = tmp_path / "log"
-    launcher = context.Process(target=functools.partial(exit_with, functools.partial(spawn_launcher, argv), log))
+    launcher = context.Process(
+        target=functools.partial(exit_with, functools.partial(spawn_launcher, argv), log)
+    )
     launcher.start()
     signal_in_training(launcher.pid, number, tmp_path / "run")
     launcher.join()
     assert launcher.exitcode == (130 if number == signal.SIGINT else -number)
     assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 0
-    assert "after saving step" in log.read_text(), "the signal of a dead launcher stops the ranks too"
+    assert "after saving step" in log.read_text(), (
+        "the signal of a dead launcher stops the ranks too"
+    )
 
 
 def exit_with(function, log):
@@ -468,9 +561,19 @@ def exit_with(function, log):
 
 def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     """The ranks of a torchrun that was killed train on, unseen: nothing tells them that their launcher is gone."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(ROOT / "train_ddp.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(ROOT / "train_ddp.py"),
+    ]
     command += [*BASE, *ENDLESS, "--output-dir", str(tmp_path / "run")]
-    with open(tmp_path / "log", "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as launcher:
+    with (
+        open(tmp_path / "log", "w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as launcher,
+    ):
         signal_in_training(launcher.pid, signal.SIGKILL, tmp_path / "run")
     assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 0
     assert "stopped by SIGTERM after saving step" in (tmp_path / "log").read_text()
@@ -485,7 +588,14 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
 
     def node(rank):
         launcher = ("run", "launch")[rank]  # torchrun, and the old one
-        command = [sys.executable, "-m", f"torch.distributed.{launcher}", "--nnodes=2", f"--node-rank={rank}", "--nproc-per-node=1"]
+        command = [
+            sys.executable,
+            "-m",
+            f"torch.distributed.{launcher}",
+            "--nnodes=2",
+            f"--node-rank={rank}",
+            "--nproc-per-node=1",
+        ]
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(ROOT / "train_ddp.py")]
         return launch(*command, *BASE, "--output-dir", str(tmp_path / "torchrun"))
 
@@ -496,18 +606,46 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
     reference = single_run(*BASE).checkpoint()["model"]
     assert deviation(torch.load(tmp_path / "torchrun" / "last.pt")["model"], reference) <= 1e-10
 
-    argv = [*BASE, "--nproc", "1", "--nnodes", "2", "--dist-url", f"tcp://127.0.0.1:{port}", "--output-dir", str(tmp_path / "spawn")]
-    nodes = [functools.partial(spawn_launcher, [*argv, "--node-rank", str(rank)]) for rank in (0, 1)]
+    argv = [
+        *BASE,
+        "--nproc",
+        "1",
+        "--nnodes",
+        "2",
+        "--dist-url",
+        f"tcp://127.0.0.1:{port}",
+        "--output-dir",
+        str(tmp_path / "spawn"),
+    ]
+    nodes = [
+        functools.partial(spawn_launcher, [*argv, "--node-rank", str(rank)]) for rank in (0, 1)
+    ]
     for rank, (code, out, err) in enumerate(run_processes(nodes, tmp_path)):
         assert code == 0, err
-        assert f"node {rank} of 2 meets the others at tcp://127.0.0.1:{port}" in out, "who waits says so"
+        assert f"node {rank} of 2 meets the others at tcp://127.0.0.1:{port}" in out, (
+            "who waits says so"
+        )
     assert deviation(torch.load(tmp_path / "spawn" / "last.pt")["model"], reference) <= 1e-10
 
 
-@pytest.mark.parametrize("url", [None, "tcp://127.0.0.1", "127.0.0.1:29500", "tcp://no-such-host.invalid:29500"])
+@pytest.mark.parametrize(
+    "url", [None, "tcp://127.0.0.1", "127.0.0.1:29500", "tcp://no-such-host.invalid:29500"]
+)
 def test_pitfall_40_unusable_address_is_an_error(url, tmp_path):
     """The launcher of the second machine waits for ever at an address where nobody can be: it must say so at once."""
-    argv = [*BASE, "--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--timeout", "5", "--output-dir", str(tmp_path / "run")]
+    argv = [
+        *BASE,
+        "--nproc",
+        "1",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--timeout",
+        "5",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     target = functools.partial(spawn_launcher, argv + (["--dist-url", url] if url else []))
     ((code, _, err),) = run_processes([target], tmp_path, timeout=20)
     assert code == 2 and "--dist-url" in err, err
@@ -522,15 +660,22 @@ def print_ranks_of_slurm():
         "JOB_ID": "24711",
         "JOB_NODELIST": "a[1-4]",
     }  # of a batch script too
-    step = {"STEP_NUM_TASKS": "7", "STEP_NODELIST": "gpu[07-09,12],login", "STEP_TASKS_PER_NODE": "4,3"}
+    step = {
+        "STEP_NUM_TASKS": "7",
+        "STEP_NODELIST": "gpu[07-09,12],login",
+        "STEP_TASKS_PER_NODE": "4,3",
+    }
     os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
-    options.parse_args("ddp", [])
+    machinery.options.parse_args("ddp", [])
     with pytest.raises(common.UsageError, match="no launcher"):
-        common.launcher_ranks()
+        machinery.rendezvous.ranks_from_env()
     os.environ.update({f"SLURM_{name}": value for name, value in step.items()})
     with pytest.raises(common.UsageError, match=r"cannot be cut into 7 devices"):
-        options.parse_args("ddp", ["--batch-size", "6"])
-    print(*common.launcher_ranks(), *(os.environ[name] for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")))
+        machinery.options.parse_args("ddp", ["--batch-size", "6"])
+    print(
+        *machinery.rendezvous.ranks_from_env(),
+        *(os.environ[name] for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+    )
 
 
 def test_pitfall_40_ranks_from_slurm():
@@ -540,21 +685,29 @@ def test_pitfall_40_ranks_from_slurm():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "tasks", "address"), [("gpu[007-009]", "2(x2),1", "gpu007"), ("b,a[1-3]", "1(x4)", "b"), ("gpu3", "8", "127.0.0.1")]
+    ("nodes", "tasks", "address"),
+    [("gpu[007-009]", "2(x2),1", "gpu007"), ("b,a[1-3]", "1(x4)", "b"), ("gpu3", "8", "127.0.0.1")],
 )
 def test_pitfall_40_address_from_slurm(nodes, tasks, address, monkeypatch):
     """The list of hosts is written in brackets, and the first is where rank 0 is; what the user has exported counts more."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.setenv(name, "")  # so that the end of the test restores it
         monkeypatch.delenv(name)
     slurm = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "1", "STEP_NUM_TASKS": "5"}
     for name, value in {**slurm, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": tasks}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert options.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == address
-    assert not options.take_ranks_of_slurm(), "torchrun under srun has named the ranks"
+    assert machinery.rendezvous.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == address
+    assert not machinery.rendezvous.take_ranks_of_slurm(), "torchrun under srun has named the ranks"
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert options.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
+    assert machinery.rendezvous.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 41
@@ -578,7 +731,14 @@ def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
     task = tmp_path / "failing.py"
     task.write_text(FAILING_TASK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    recorded = [*torchrun, "--nproc-per-node=2", str(ROOT / "train_ddp.py"), *BASE, "--task", str(task)]
+    recorded = [
+        *torchrun,
+        "--nproc-per-node=2",
+        str(ROOT / "train_ddp.py"),
+        *BASE,
+        "--task",
+        str(task),
+    ]
     recorded += ["--output-dir", str(tmp_path / "run")]
 
     def run(command):
@@ -586,10 +746,14 @@ def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
         return code, err, err.partition("Root Cause")[2]
 
     with ThreadPoolExecutor() as pool:
-        (code, err, cause), (recorded_code, recorded_err, recorded_cause) = pool.map(run, ([*torchrun, str(plain)], recorded))
+        (code, err, cause), (recorded_code, recorded_err, recorded_cause) = pool.map(
+            run, ([*torchrun, str(plain)], recorded)
+        )
     assert code == 1 and "To enable traceback" in cause and "labels" not in cause, err
     assert recorded_code == 1, recorded_err
-    assert "rank      : 1" in recorded_cause and "the labels of rank 1 are broken" in recorded_cause, recorded_err
+    assert (
+        "rank      : 1" in recorded_cause and "the labels of rank 1 are broken" in recorded_cause
+    ), recorded_err
 
 
 # ------------------------------------------------------------------------------------------------------------------------- 42
@@ -597,24 +761,35 @@ def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
 
 def strict_about_old_interfaces(rank):
     warnings.simplefilter("error", FutureWarning)
-    nn.Module.compile = functools.partialmethod(nn.Module.compile, backend="eager")  # what is tested are names, not kernels
+    nn.Module.compile = functools.partialmethod(
+        nn.Module.compile, backend="eager"
+    )  # what is tested are names, not kernels
 
 
 def prefixed_names():
     net = nn.Linear(2, 1)
-    print(*DistributedDataParallel(net).state_dict(), *torch.compile(copy.deepcopy(net)).state_dict())
+    print(
+        *DistributedDataParallel(net).state_dict(), *torch.compile(copy.deepcopy(net)).state_dict()
+    )
 
 
 def test_pitfall_42_old_interfaces_and_prefixed_names(tmp_path):
     """FutureWarnings in every process, and checkpoints that no other mode can load: old AMP names, and those of the wrapper."""
     with pytest.warns(FutureWarning, match=r"torch.amp.GradScaler"):
         torch.cuda.amp.GradScaler(enabled=False)
-    assert in_group(1, prefixed_names)[0].split() == ["module.weight", "module.bias", "_orig_mod.weight", "_orig_mod.bias"]
+    assert in_group(1, prefixed_names)[0].split() == [
+        "module.weight",
+        "module.bias",
+        "_orig_mod.weight",
+        "_orig_mod.bias",
+    ]
 
     argv = (*BASE, "--dtype", "float32", "--amp", "bf16", "--average", "ema", "--epochs", "1")
     names = {"first.weight", "first.bias", "last.weight", "last.bias"}
     for mode, n, *compiled in (("single", 1), ("dp", 2), ("ddp", 2, "--compile"), ("spawn", 2)):
-        result = train(mode, n, *argv, *compiled, folder=tmp_path / mode, patch=strict_about_old_interfaces)
+        result = train(
+            mode, n, *argv, *compiled, folder=tmp_path / mode, patch=strict_about_old_interfaces
+        )
         assert result.code == 0, result.err
         saved = result.checkpoint()
         assert saved["model"].keys() == names

@@ -11,29 +11,65 @@ import plot
 
 
 def write_run(folder, slope):
-    lines = [{"event": "train", "epoch": 0, "step": s, "global_step": s, "loss": slope / s, "lr": 0.1, "skipped": 0} for s in (1, 2, 3)]
+    lines = [
+        {
+            "event": "train",
+            "epoch": 0,
+            "step": s,
+            "global_step": s,
+            "loss": slope / s,
+            "lr": 0.1,
+            "skipped": 0,
+        }
+        for s in (1, 2, 3)
+    ]
     lines[1]["loss"] = None  # not finite
-    lines.append({"event": "eval", "epoch": 0, "global_step": 3, "loss": slope / 4, "top1": 0.5, "count": 7})
+    lines.append(
+        {"event": "eval", "epoch": 0, "global_step": 3, "loss": slope / 4, "top1": 0.5, "count": 7}
+    )
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
 def test_every_value_of_every_run_is_drawn_over_the_global_step(tmp_path):
-    runs = {name: plot.read_run(write_run(tmp_path / name, slope)) for name, slope in (("one", 1.0), ("two", 2.0))}
+    runs = {
+        name: plot.read_run(write_run(tmp_path / name, slope))
+        for name, slope in (("one", 1.0), ("two", 2.0))
+    }
     figure = plot.draw(runs)
     panels = {axis.get_title(): axis for axis in figure.axes}
-    assert set(panels) == {"loss (train)", "lr (train)", "skipped (train)", "loss (eval)", "top1 (eval)"}
+    assert set(panels) == {
+        "loss (train)",
+        "lr (train)",
+        "skipped (train)",
+        "loss (eval)",
+        "top1 (eval)",
+    }
     lines = {line.get_label(): line for line in panels["loss (train)"].get_lines()}
-    assert list(lines["two"].get_xdata()) == [1, 3] and list(lines["two"].get_ydata()) == [2.0, 2 / 3]
-    assert lines["two"].get_linewidth() < lines["one"].get_linewidth(), "the upper line does not hide the lower one"
-    assert [text.get_text() for text in panels["loss (train)"].get_legend().get_texts()] == ["one", "two"]
+    assert list(lines["two"].get_xdata()) == [1, 3] and list(lines["two"].get_ydata()) == [
+        2.0,
+        2 / 3,
+    ]
+    assert lines["two"].get_linewidth() < lines["one"].get_linewidth(), (
+        "the upper line does not hide the lower one"
+    )
+    assert [text.get_text() for text in panels["loss (train)"].get_legend().get_texts()] == [
+        "one",
+        "two",
+    ]
 
 
-@pytest.mark.parametrize(("losses", "scale"), [((2.0, 1.0), "log"), ((1.0, -1.0), "linear"), ((0.0, 1.0), "linear"), ((None, None), "log")])
+@pytest.mark.parametrize(
+    ("losses", "scale"),
+    [((2.0, 1.0), "log"), ((1.0, -1.0), "linear"), ((0.0, 1.0), "linear"), ((None, None), "log")],
+)
 def test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive(losses, scale):
     """A logarithmic axis leaves the others out: the panel of a task with a negative loss, a log-likelihood say, would be empty."""
-    runs = {f"run {i}": [{"event": "train", "global_step": 1, "loss": loss, "lr": 0.1}] for i, loss in enumerate(losses)}
+    runs = {
+        f"run {i}": [{"event": "train", "global_step": 1, "loss": loss, "lr": 0.1}]
+        for i, loss in enumerate(losses)
+    }
     loss, rate = plot.draw(runs).axes
     assert (loss.get_yscale(), rate.get_yscale()) == (scale, "linear")
 
@@ -44,12 +80,21 @@ def test_the_command_writes_one_picture(name, tmp_path, capsys):
     assert (tmp_path / name).read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
 
 
-@pytest.mark.parametrize(("content", "words"), [(None, "No such file"), ("{}\n", "holds no lines of a run"), ("text", "Expecting value")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "No such file"), ("{}\n", "holds no lines of a run"), ("text", "Expecting value")],
+)
 def test_a_folder_without_a_run_is_named(content, words, tmp_path):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    finished = subprocess.run([sys.executable, ROOT / "plot.py", tmp_path], capture_output=True, text=True, cwd=tmp_path)
-    assert finished.returncode == 2 and f"{tmp_path / 'metrics.jsonl'}: {words}" in finished.stderr and "Traceback" not in finished.stderr
+    finished = subprocess.run(
+        [sys.executable, ROOT / "plot.py", tmp_path], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (
+        finished.returncode == 2
+        and f"{tmp_path / 'metrics.jsonl'}: {words}" in finished.stderr
+        and "Traceback" not in finished.stderr
+    )
     assert not (tmp_path / "runs.svg").exists()
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from harness import make_args, make_sampler
+from harness import loader_of, make_args, make_sampler
 from torch.utils.data import Dataset
 
 import common
-import loading
+import sampling
 import task
 
 
@@ -26,8 +26,12 @@ def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
         for batch_size in range(1, length + 1):
             whole = batches(length, batch_size)
             pieces = [batches(length, batch_size, rank, world_size) for rank in range(world_size)]
-            assert {len(piece) for piece in pieces} == {length // batch_size}, "every rank has the same number of steps"
-            joined = [[index for piece in pieces for index in piece[step]] for step in range(len(whole))]
+            assert {len(piece) for piece in pieces} == {length // batch_size}, (
+                "every rank has the same number of steps"
+            )
+            joined = [
+                [index for piece in pieces for index in piece[step]] for step in range(len(whole))
+            ]
             assert joined == whole, "pieces in the order of the ranks are the global batch"
             seen = [index for batch in whole for index in batch]
             assert len(seen) == len(set(seen)) == length // batch_size * batch_size
@@ -40,19 +44,30 @@ def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
 def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_steps):
     """Or BatchNorm over the ranks would see other batches than one device does."""
     for batch_size in range(world_size * accum_steps, 41):
-        samplers = [make_sampler(40, batch_size, rank, world_size, accum_steps) for rank in range(world_size)]
+        samplers = [
+            make_sampler(40, batch_size, rank, world_size, accum_steps)
+            for rank in range(world_size)
+        ]
         shares = [torch.tensor(next(iter(own))[1]) for own in samplers]
         whole = torch.tensor(batches(40, batch_size)[0])
-        micro_batches = [torch.cat([common.split_batch(share, accum_steps)[i] for share in shares]) for i in range(accum_steps)]
+        micro_batches = [
+            torch.cat([common.split_batch(share, accum_steps)[i] for share in shares])
+            for i in range(accum_steps)
+        ]
         assert all(a.equal(b) for a, b in zip(micro_batches, whole.tensor_split(accum_steps)))
-        assert all(len(piece) for share in shares for piece in common.split_batch(share, accum_steps))
+        assert all(
+            len(piece) for share in shares for piece in common.split_batch(share, accum_steps)
+        )
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_evaluation_shards_partition_the_data_unpadded(world_size):
     for length in range(1, 41):
         for batch_size in (1, 3, 7, 40):
-            shards = [common.ShardSampler(length, batch_size, rank, world_size) for rank in range(world_size)]
+            shards = [
+                sampling.ShardSampler(length, batch_size, rank, world_size)
+                for rank in range(world_size)
+            ]
             indices = [index for shard in shards for _, batch in shard for index in batch]
             assert sorted(indices) == list(range(length))
             assert [len(shard) for shard in shards] == [len(list(shard)) for shard in shards]
@@ -64,12 +79,17 @@ def test_resuming_at_any_step_yields_exactly_the_rest(world_size):
         for rank in range(world_size):
             whole = batches(length, batch_size, rank, world_size, epoch=4)
             for step in range(len(whole) + 1):
-                assert batches(length, batch_size, rank, world_size, epoch=4, step=step) == whole[step:]
+                assert (
+                    batches(length, batch_size, rank, world_size, epoch=4, step=step)
+                    == whole[step:]
+                )
 
 
 def test_order_is_a_function_of_seed_and_epoch():
     assert batches(40, 8) == batches(40, 8)
-    orders = {str(batches(40, 8, epoch=epoch, seed=seed)) for epoch in range(5) for seed in range(5)}
+    orders = {
+        str(batches(40, 8, epoch=epoch, seed=seed)) for epoch in range(5) for seed in range(5)
+    }
     assert len(orders) == 25, "each epoch of each seed has an order of its own"
 
 
@@ -78,28 +98,49 @@ def test_empty_epoch_is_an_error_that_names_both_numbers():
         make_sampler(40, 41)
 
 
-def test_mix_is_splitmix64_and_has_no_collisions_nearby():
-    assert loading.mix(0) == 0xE220A8397B1DCDAF, "the first output of splitmix64 from state 0, as published"
-    keys = {loading.mix(seed, epoch, index) for seed in range(20) for epoch in range(20) for index in range(100)}
+def test_splitmix64_is_the_published_one_and_has_no_collisions_nearby():
+    assert sampling.splitmix64(0) == 0xE220A8397B1DCDAF, (
+        "the first output of splitmix64 from state 0, as published"
+    )
+    keys = {
+        sampling.splitmix64(seed, epoch, index)
+        for seed in range(20)
+        for epoch in range(20)
+        for index in range(100)
+    }
     assert len(keys) == 40_000
-    scalars = [loading.mix(3, 5, index) for index in range(10)]
-    keyed = np.full(10, loading.mix(3, 5), dtype=np.uint64)
+    scalars = [sampling.splitmix64(3, 5, index) for index in range(10)]
+    keyed = np.full(10, sampling.splitmix64(3, 5), dtype=np.uint64)
     assert [
-        int(bits) for bits in loading.mix(np.array([3] * 10, np.uint64), np.array([5] * 10, np.uint64), np.arange(10, dtype=np.uint64))
+        int(bits)
+        for bits in sampling.splitmix64(
+            np.array([3] * 10, np.uint64),
+            np.array([5] * 10, np.uint64),
+            np.arange(10, dtype=np.uint64),
+        )
     ] == scalars
     assert keyed.dtype == np.uint64
 
 
 def test_keyed_uniform_is_uniform_and_depends_on_everything():
-    draws = common.keyed_uniform(0, 0, np.arange(20_000), 3)
+    draws = sampling.keyed_uniform(0, 0, np.arange(20_000), 3)
     assert draws.shape == (20_000, 3) and draws.min() >= 0 and draws.max() < 1
     assert np.abs(draws.mean(0) - 0.5).max() < 0.01 and np.abs(draws.var(0) - 1 / 12).max() < 0.002
-    assert np.abs(np.corrcoef(draws.T) - np.eye(3)).max() < 0.02, "the draws of one sample are independent"
-    assert np.abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 0.02, "neighbouring samples are independent"
-    for other in (common.keyed_uniform(1, 0, np.arange(20_000), 3), common.keyed_uniform(0, 1, np.arange(20_000), 3)):
+    assert np.abs(np.corrcoef(draws.T) - np.eye(3)).max() < 0.02, (
+        "the draws of one sample are independent"
+    )
+    assert np.abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 0.02, (
+        "neighbouring samples are independent"
+    )
+    for other in (
+        sampling.keyed_uniform(1, 0, np.arange(20_000), 3),
+        sampling.keyed_uniform(0, 1, np.arange(20_000), 3),
+    ):
         assert np.abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.01
     subset = np.array([17, 3, 19_999])
-    assert (common.keyed_uniform(0, 0, subset, 3) == draws[subset]).all(), "whatever batch a sample comes in"
+    assert (sampling.keyed_uniform(0, 0, subset, 3) == draws[subset]).all(), (
+        "whatever batch a sample comes in"
+    )
 
 
 def collect(dataset, workers, epoch, step=0, world_size=1):
@@ -108,7 +149,9 @@ def collect(dataset, workers, epoch, step=0, world_size=1):
     for rank in range(world_size):
         sampler = make_sampler(len(dataset), 7, rank, world_size)
         sampler.set_position(epoch, step)
-        loader = common.build_loader(make_args("single", "--workers", str(workers)), dataset, sampler, torch.device("cpu"))
+        loader = loader_of(
+            make_args("single", "--workers", str(workers)), dataset, sampler, torch.device("cpu")
+        )
         for (_, indices), (inputs, _) in zip(list(sampler), loader):
             samples |= dict(zip(indices, inputs))
     return samples
@@ -125,7 +168,9 @@ class NoisyPerSample(Dataset):
 
 
 @pytest.mark.parametrize("dataset", ["in memory", "per sample"])
-@pytest.mark.parametrize(("workers", "world_size", "step"), [(1, 1, 0), (3, 1, 0), (0, 3, 0), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("workers", "world_size", "step"), [(1, 1, 0), (3, 1, 0), (0, 3, 0), (2, 2, 2)]
+)
 def test_a_sample_is_augmented_alike_whoever_loads_it(dataset, workers, world_size, step):
     dataset = NoisyPerSample() if dataset == "per sample" else task.build_datasets(make_args())[0]
     plain = collect(dataset, 0, epoch=1)
@@ -152,19 +197,26 @@ def test_digits_are_split_as_the_licence_note_says():
     train, held_out = task.build_datasets(make_args())
     assert (len(train), len(held_out)) == (1437, 360)
     assert not train[0][0].equal(held_out[0][0])
-    train_bytes = {image.numpy().tobytes() for image, _ in (held_out[index] for index in range(360))}
+    train_bytes = {
+        image.numpy().tobytes() for image, _ in (held_out[index] for index in range(360))
+    }
     assert len(train_bytes) > 350, "the held-out samples are real and differ"
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
-    batch = (torch.arange(11.0), {"boxes": torch.arange(22).view(11, 2), "scales": [torch.arange(11), torch.ones(11, 3, 3)]})
+    batch = (
+        torch.arange(11.0),
+        {"boxes": torch.arange(22).view(11, 2), "scales": [torch.arange(11), torch.ones(11, 3, 3)]},
+    )
     micro_batches = common.split_batch(batch, pieces)
     assert len(micro_batches) == pieces
     sizes = [len(inputs) for inputs, _ in micro_batches]
     assert max(sizes) - min(sizes) <= 1
     assert torch.cat([inputs for inputs, _ in micro_batches]).equal(batch[0])
-    assert torch.cat([targets["scales"][1] for _, targets in micro_batches]).equal(batch[1]["scales"][1])
+    assert torch.cat([targets["scales"][1] for _, targets in micro_batches]).equal(
+        batch[1]["scales"][1]
+    )
     assert all(len(inputs) == len(targets["boxes"]) for inputs, targets in micro_batches)
 
 
@@ -181,7 +233,7 @@ def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
     ],
 )
 def test_evaluation_batches_occupy_eight_ranks(length, batch_size, largest):
-    batches = [indices for _, indices in common.ShardSampler(length, batch_size)]
+    batches = [indices for _, indices in sampling.ShardSampler(length, batch_size)]
     assert {len(batch) for batch in batches[:-1]} <= {largest} and len(batches[0]) == largest
     assert [index for batch in batches for index in batch] == list(range(length))
 
@@ -204,13 +256,13 @@ def test_loader_has_a_worker_for_each_core_and_pins(threads, device, workers, mo
         def __next__(self):
             raise StopIteration
 
-    monkeypatch.setattr(loading, "DataLoader", Loader)
-    monkeypatch.setattr(loading.torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(loading.multiprocessing.util, "Finalize", lambda *_, **__: None)
-    common.build_loader(make_args(), [0, 1], make_sampler(40, 4), torch.device(device))
+    monkeypatch.setattr(sampling, "DataLoader", Loader)
+    monkeypatch.setattr(sampling.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(sampling.multiprocessing.util, "Finalize", lambda *_, **__: None)
+    loader_of(make_args(), [0, 1], make_sampler(40, 4), torch.device(device))
     (settings,) = told
     assert settings["num_workers"] == workers and settings["persistent_workers"]
     assert settings["pin_memory"] == (device != "cpu")
     args = make_args("single", "--workers", "5")
-    common.build_loader(args, [0, 1], make_sampler(40, 4), torch.device(device))
+    loader_of(args, [0, 1], make_sampler(40, 4), torch.device(device))
     assert told[1]["num_workers"] == 5

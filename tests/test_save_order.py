@@ -14,8 +14,8 @@ from harness import train
 from pitfalls import BASE, printed
 from runs import make_run, make_step, start_epoch
 
-import checkpoint
-import common
+import machinery.files
+import machinery.processes
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -60,7 +60,7 @@ class Journal:
             content = step_in(path)
         elif path.name == "metrics.jsonl":
             content = path.read_text().count("\n")
-        name = "folder" if path == self.folder else path.name
+        name = "directory" if path == self.folder else path.name
         self.events.append((what, name, content, source and source.name))
 
     def appearances(self):
@@ -106,74 +106,53 @@ def check_files(journal, names, step):
         before = [event for event in journal.events[:at] if event[1] == temporary]
         assert [event[0] for event in before][-2:] == ["written", "fsync"], f"{name} is on the disk"
         assert before[-1][2] == step, f"all of {name} goes to the disk"
-        assert journal.events[at + 1][:2] == ("fsync", "folder"), f"the name {name} is on the disk"
+        assert journal.events[at + 1][:2] == ("fsync", "directory"), (
+            f"the name {name} is on the disk"
+        )
 
 
 def test_files_of_an_epoch_appear_whole_durable_and_in_this_order(run, monkeypatch):
-    journal = Journal(run.folder, monkeypatch)
+    journal = Journal(run.files.directory, monkeypatch)
     run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
     monkeypatch.undo()
-    assert [name for name in journal.appearances() if name != "previous.pt"][-3:] == [
+    assert journal.appearances() == [
         "best.pt",
         "epoch-0002.pt",
         "last.pt",
     ], "last.pt counts the epoch as done: after it nothing would make the others"
     check_files(journal, ["best.pt", "epoch-0002.pt", "last.pt"], 12)
-    assert {step_in(run.folder / name) for name in ("best.pt", "epoch-0002.pt", "last.pt")} == {12}
-    assert not list(run.folder.glob(".*")), "no temporary file stays"
-
-
-def test_previous_checkpoint_is_moved_after_the_new_one_is_on_the_disk(run, monkeypatch):
-    for _ in range(2):  # the second time there is a previous.pt
-        old = step_in(run.folder / "last.pt")
-        run.state.global_step = old + 1
-        journal = Journal(run.folder, monkeypatch)
-        run.save("epoch-0009.pt", "last.pt")
-        monkeypatch.undo()
-        assert journal.appearances() == ["epoch-0009.pt", "last.pt", "previous.pt"]
-        last, previous = (
-            journal.index("appears", "last.pt"),
-            journal.index("appears", "previous.pt"),
-        )
-        assert ("fsync", "folder") in [event[:2] for event in journal.events[last:previous]]
-        assert step_in(run.folder / "previous.pt") == old == step_in(run.folder / "last.pt") - 1
-        assert not os.path.samefile(run.folder / "previous.pt", run.folder / "last.pt")
+    assert {
+        step_in(run.files.directory / name) for name in ("best.pt", "epoch-0002.pt", "last.pt")
+    } == {12}
+    assert not list(run.files.directory.glob(".*")), "no temporary file stays"
 
 
 def test_log_is_on_the_disk_before_a_checkpoint_is_begun(run, monkeypatch):
     """A power cut must not leave a checkpoint ahead of the log: its lines would be lost."""
-    journal = Journal(run.folder, monkeypatch)
+    journal = Journal(run.files.directory, monkeypatch)
     run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
     monkeypatch.undo()
     logged = journal.index("fsync", "metrics.jsonl")
-    lines = (run.folder / "metrics.jsonl").read_text().count("\n")
+    lines = (run.files.directory / "metrics.jsonl").read_text().count("\n")
     assert journal.events[logged][2] == lines == 6, "with the evaluation"
     assert logged < min(i for i, event in enumerate(journal.events) if event[0] == "written")
 
 
-def test_first_save_leaves_no_previous_one(tmp_path, monkeypatch):
+def test_first_save_writes_last_alone(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    journal = Journal(run.folder, monkeypatch)
+    journal = Journal(run.files.directory, monkeypatch)
     run.save("last.pt")
     monkeypatch.undo()
     assert journal.appearances() == ["last.pt"]
     check_files(journal, ["last.pt"], 0)
-    assert sorted(path.name for path in run.folder.iterdir()) == ["last.pt", "metrics.jsonl"]
-
-
-def test_file_system_without_hard_links_keeps_the_previous_one_too(run, monkeypatch):
-    def no_links(*_):
-        raise OSError("Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
-    old = step_in(run.folder / "last.pt")
-    run.save("last.pt")
-    assert (step_in(run.folder / "previous.pt"), step_in(run.folder / "last.pt")) == (old, 12)
-    assert not list(run.folder.glob(".*"))
+    assert sorted(path.name for path in run.files.directory.iterdir()) == [
+        "last.pt",
+        "metrics.jsonl",
+    ]
 
 
 @pytest.mark.parametrize("failing", ["best.pt", "epoch-0002.pt", "last.pt"])
-def test_failed_save_leaves_the_last_checkpoint_and_the_previous_one(failing, run, monkeypatch):
+def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
     run.state.global_step = 7
     run.save("last.pt")
     run.state.global_step = 12
@@ -185,23 +164,27 @@ def test_failed_save_leaves_the_last_checkpoint_and_the_previous_one(failing, ru
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    before = step_in(run.folder / "last.pt"), step_in(run.folder / "previous.pt")
     with pytest.raises(
         OSError,
         match=f"{failing} could not be written .is the disk full.*No space left",
     ):
         run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
-    steps = step_in(run.folder / "last.pt"), step_in(run.folder / "previous.pt")
-    assert None not in steps and (steps == before or steps[0] == 12 != steps[1])
-    assert not list(run.folder.glob(".*")), "what was begun is gone"
+    assert step_in(run.files.directory / "last.pt") == 7
+    assert not list(run.files.directory.glob(".*")), "what was begun is gone"
 
 
-def test_leftover_of_a_killed_save_is_no_previous_checkpoint(tmp_path):
-    """There is no last.pt yet, but a temporary file of whatever was there before."""
+def test_leftover_of_a_killed_save_does_no_harm(tmp_path):
+    """There is no last.pt yet, but the temporary file of one that was longer."""
     run = make_run(tmp_path)
-    (run.folder / ".previous.pt.tmp").write_bytes(b"half a file")
+    (run.files.directory / ".last.pt.tmp").write_bytes(b"half a file" * 100_000)
     run.save("last.pt")
-    assert sorted(path.name for path in run.folder.iterdir()) == ["last.pt", "metrics.jsonl"]
+    assert sorted(path.name for path in run.files.directory.iterdir()) == [
+        "last.pt",
+        "metrics.jsonl",
+    ]
+    assert (run.files.directory / "last.pt").stat().st_size < 100_000 and step_in(
+        run.files.directory / "last.pt"
+    ) == 0
 
 
 def test_step_that_ends_the_run_saves_last_alone(tmp_path):
@@ -210,14 +193,13 @@ def test_step_that_ends_the_run_saves_last_alone(tmp_path):
     start_epoch(run)
     for step in range(4):
         make_step(run, [float(step), 1.0])
-        assert step_in(run.folder / "last.pt") == (None, 2, 2, 4)[step]
-    assert sorted(path.name for path in run.folder.glob("*.pt")) == ["last.pt", "previous.pt"]
-    saved = load(run.folder / "last.pt")
+        assert step_in(run.files.directory / "last.pt") == (None, 2, 2, 4)[step]
+    assert [path.name for path in run.files.directory.glob("*.pt")] == ["last.pt"]
+    saved = load(run.files.directory / "last.pt")
     assert saved["log"] == {"loss": [10.0], "count": [8.0]} and (saved["epoch"], saved["step"]) == (
         0,
         4,
     )
-    assert step_in(run.folder / "previous.pt") == 2
 
 
 # --------------------------------------------------------------------------------------- the best
@@ -229,10 +211,10 @@ def best_after(folder, scores):
     for score in scores:
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "top5": 1 - score, "count": 57})
-        best = run.folder / "best.pt"
+        best = run.files.directory / "best.pt"
         loaded = load(best) if best.exists() else {}
         found.append(
-            (loaded.get("epoch"), load(run.folder / "last.pt")["best"]),
+            (loaded.get("epoch"), load(run.files.directory / "last.pt")["best"]),
         )
         assert loaded.get("best") == found[-1][1]
     return found
@@ -263,8 +245,8 @@ def test_tie_is_kept_across_a_resume(tmp_path):
     run = make_run(tmp_path, "--epochs", 50, "--resume", "auto")
     run.state.step = run.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    assert load(run.folder / "best.pt")["epoch"] == 1
-    assert load(run.folder / "last.pt")["epoch"] == 3
+    assert load(run.files.directory / "best.pt")["epoch"] == 1
+    assert load(run.files.directory / "last.pt")["epoch"] == 3
 
 
 @pytest.mark.parametrize("names", [("loss", "top1", "top5"), ("top1", "loss", "top5")])
@@ -278,7 +260,7 @@ def test_first_metric_that_is_no_loss_decides(names, tmp_path):
     for value in values:
         run.state.step = run.steps_per_epoch
         run.end_epoch({**{name: value[name] for name in names}, "count": 57})
-    assert load(run.folder / "best.pt")["epoch"] == 2
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
 
 
 def test_kept_epochs_are_every_so_many(tmp_path):
@@ -286,9 +268,9 @@ def test_kept_epochs_are_every_so_many(tmp_path):
     for _ in range(7):
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    kept = {path.name: load(path)["epoch"] for path in run.folder.glob("epoch-*.pt")}
+    kept = {path.name: load(path)["epoch"] for path in run.files.directory.glob("epoch-*.pt")}
     assert kept == {"epoch-0003.pt": 3, "epoch-0006.pt": 6}
-    assert not list(make_run(tmp_path / "none", "--epochs", 5).folder.glob("*.pt"))
+    assert not list(make_run(tmp_path / "none", "--epochs", 5).files.directory.glob("*.pt"))
 
 
 def test_score_that_was_not_saved_is_not_the_best(tmp_path):
@@ -300,8 +282,12 @@ def test_score_that_was_not_saved_is_not_the_best(tmp_path):
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
         run.state.net.weight.data.copy_(good)
-    assert load(run.folder / "best.pt")["best"] == load(run.folder / "last.pt")["best"] == 0.75
-    assert load(run.folder / "best.pt")["epoch"] == 3
+    assert (
+        load(run.files.directory / "best.pt")["best"]
+        == load(run.files.directory / "last.pt")["best"]
+        == 0.75
+    )
+    assert load(run.files.directory / "best.pt")["epoch"] == 3
 
 
 def go_back(folder, name, **files):
@@ -310,8 +296,8 @@ def go_back(folder, name, **files):
     for score in (0.5, 0.9):
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
-    run.file.close()
-    return make_run(folder / name, "--epochs", 50, "--resume", run.folder / files["of"])
+    run.files.log.close()
+    return make_run(folder / name, "--epochs", 50, "--resume", run.files.directory / files["of"])
 
 
 @pytest.mark.parametrize("name", ["first", "other"])
@@ -319,32 +305,33 @@ def test_going_back_makes_another_best(name, tmp_path):
     run = go_back(tmp_path, name, of="epoch-0001.pt")
     run.state.step = run.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
-    best = load(run.folder / "best.pt")
+    best = load(run.files.directory / "best.pt")
     assert (best["epoch"], best["best"]) == (2, 0.4), "that of a later epoch is of another run"
 
 
 def test_best_comes_along_to_another_folder(tmp_path):
     run = go_back(tmp_path, "other", of="last.pt")
-    assert load(run.folder / "best.pt")["epoch"] == 2
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
     run.state.step = run.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
-    assert load(run.folder / "best.pt")["epoch"] == 2
-    assert load(run.folder / "last.pt")["best"] == 0.9
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
+    assert load(run.files.directory / "last.pt")["best"] == 0.9
 
 
 def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 1)
-    assert run.finish() == 0
+    run.finish()
     run.state.net.bias.data[1] = math.inf
     run.save("last.pt")
-    assert not (run.folder / "last.pt").exists()
+    assert not (run.files.directory / "last.pt").exists()
     assert "non-finite values in bias" in capsys.readouterr().err
-    with pytest.raises(common.Stopped) as stopped:
+    with pytest.raises(machinery.processes.Stopped) as stopped:
         run.finish()
     assert stopped.value.code == 1 and stopped.value.reason.endswith("non-finite values in bias")
     run.state.net.bias.data[1] = 0
     run.save("last.pt")
-    assert run.finish() == 0 and step_in(run.folder / "last.pt") == 0
+    run.finish()
+    assert step_in(run.files.directory / "last.pt") == 0
 
 
 # ---------------------------------------------------------------------------- around an evaluation
@@ -353,7 +340,7 @@ def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
 def print_files(mode, rank):
     """Print what appears, and when the evaluation is made."""
     script = importlib.import_module(f"train_{mode}")
-    save, evaluate = checkpoint.save_checkpoint, script.evaluate
+    save, evaluate = machinery.files.save_checkpoint, script.evaluate
 
     def saved(state, path):
         save(state, path)
@@ -365,7 +352,7 @@ def print_files(mode, rank):
             print("event", json.dumps("evaluation"))
         return evaluate(*arguments)
 
-    checkpoint.save_checkpoint, script.evaluate = saved, evaluated
+    machinery.files.save_checkpoint, script.evaluate = saved, evaluated
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
@@ -381,7 +368,7 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
     assert all(event[1:] == [2, 0, 1] for event in events[8:])
 
 
-@pytest.mark.parametrize("number", common.SIGNALS)
+@pytest.mark.parametrize("number", machinery.processes.SIGNALS)
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
     """In the last epoch all is done then, and there is nothing to stop."""
@@ -391,13 +378,13 @@ def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
     if epochs == 1:
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     else:
-        with pytest.raises(common.Stopped) as stopped:
+        with pytest.raises(machinery.processes.Stopped) as stopped:
             run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-        assert stopped.value.code == common.SIGNALS[number]
+        assert stopped.value.code == machinery.processes.SIGNALS[number]
         assert stopped.value.reason == f"stopped by {number.name} after saving step 6"
-    saved = load(run.folder / "last.pt")
-    assert (saved["epoch"], saved["step"]) == (1, 0) and (run.folder / "best.pt").exists()
-    assert (run.folder / "metrics.jsonl").read_text().count("eval") == 1
+    saved = load(run.files.directory / "last.pt")
+    assert (saved["epoch"], saved["step"]) == (1, 0) and (run.files.directory / "best.pt").exists()
+    assert (run.files.directory / "metrics.jsonl").read_text().count("eval") == 1
 
 
 # ----------------------------------------------------------------------- where an evaluation stands
@@ -412,14 +399,14 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
     run = make_run(tmp_path, "--epochs", 3)
     run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
     run.save("last.pt")
-    run.file.close()
-    path = run.folder / "last.pt"
+    run.files.log.close()
+    path = run.files.directory / "last.pt"
     run = make_run(tmp_path / "elsewhere", "--epochs", 3, "--eval-only", "--resume", path)
     capsys.readouterr()
     run.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
     wanted = f"epoch {shown}/3  eval  loss 1.500000  top1 0.250000  (57 samples)\n"
     assert capsys.readouterr().out == wanted
-    (line,) = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    (line,) = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
     assert line == {
         "event": "eval",
         "epoch": shown - 1,
@@ -433,14 +420,14 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
 def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
     """It prints, and that is all."""
     run.save("last.pt")
-    run.file.close()
-    before = {path.name: path.read_bytes() for path in run.folder.iterdir()}
-    path = run.folder / "last.pt"
-    again = make_run(run.folder.parent, "--eval-only", "--resume", path)
+    run.files.log.close()
+    before = {path.name: path.read_bytes() for path in run.files.directory.iterdir()}
+    path = run.files.directory / "last.pt"
+    again = make_run(run.files.directory.parent, "--eval-only", "--resume", path)
     capsys.readouterr()
     again.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
     assert "epoch 2/30  eval  loss 1.500000" in capsys.readouterr().out
-    assert {path.name: path.read_bytes() for path in run.folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in run.files.directory.iterdir()} == before
 
 
 def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
@@ -450,6 +437,6 @@ def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     lines = [line for line in capsys.readouterr().out.splitlines() if "  eval  " in line]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3"]
-    logged = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    logged = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
     assert [(line["epoch"], line["global_step"]) for line in logged] == [(0, 6), (1, 12)]
     assert (run.state.epoch, run.state.step) == (2, 0)

@@ -1,4 +1,7 @@
-"""The scripts as texts: short diffs, the same loops, no branch on the mode, sizes as the design says, a README that is not stale."""
+"""The scripts as texts: short diffs, the same loops, no branch on the mode, imports in one direction.
+
+And sizes as the design says, and a README that is not stale.
+"""
 
 import ast
 import difflib
@@ -9,15 +12,21 @@ import sys
 import pytest
 from harness import ROOT
 
-import options
+import machinery.options
 
-SCRIPTS = {mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")}
+SCRIPTS = {
+    mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")
+}
 BUDGETS = {("single", "ddp"): 35, ("single", "dp"): 20, ("ddp", "spawn"): 30}
-OWN_LINES = 3350  # of the project's own Python: tests, the bench and the plot are beside it
+OWN_LINES = 3788  # of the project's own Python: tests, the bench and the plot are beside it
+PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
+PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
 
 def changed_lines(old, new):
-    lines = difflib.unified_diff(SCRIPTS[old].splitlines(), SCRIPTS[new].splitlines(), n=0, lineterm="")
+    lines = difflib.unified_diff(
+        SCRIPTS[old].splitlines(), SCRIPTS[new].splitlines(), n=0, lineterm=""
+    )
     return [line for line in list(lines)[2:] if not line.startswith("@@")]
 
 
@@ -31,7 +40,7 @@ def function(mode, name):
     return ast.get_source_segment(SCRIPTS[mode], node)
 
 
-@pytest.mark.parametrize("name", ["train_one_epoch", "evaluate", "sync_on_last"])
+@pytest.mark.parametrize("name", ["train_one_epoch", "evaluate"])
 def test_loops_of_ddp_and_spawn_are_the_same_text(name):
     assert function("ddp", name) == function("spawn", name)
 
@@ -42,55 +51,328 @@ def test_evaluation_is_the_same_text_on_one_device_and_on_many():
 
 @pytest.mark.parametrize("mode", SCRIPTS)
 def test_same_functions_in_the_same_order_and_no_branch_on_rank_or_mode(mode):
-    names = [node.name for node in ast.parse(SCRIPTS[mode]).body if isinstance(node, ast.FunctionDef)]
+    names = [
+        node.name for node in ast.parse(SCRIPTS[mode]).body if isinstance(node, ast.FunctionDef)
+    ]
     shared = [name for name in names if name in ("train_one_epoch", "evaluate", "main")]
     assert shared == ["train_one_epoch", "evaluate", "main"]
     for loop in ("train_one_epoch", "evaluate"):
-        assert not [node for node in ast.walk(ast.parse(function(mode, loop))) if isinstance(node, ast.If)], "a branch in a loop"
+        branches = (ast.If, ast.IfExp, ast.Match)
+        nodes = ast.walk(ast.parse(function(mode, loop)))
+        assert not [node for node in nodes if isinstance(node, branches)], "a branch in a loop"
     assert not re.search(r"args\.\w+ [+*/-]?= ", SCRIPTS[mode]), "options are never reassigned"
-    assert "is_rank0" not in SCRIPTS[mode] and "rank == 0" not in SCRIPTS[mode].replace("node_rank == 0", "")
+    assert not re.search(r"rank(\(\))? *[=!<>]=|if (not )?(\w+\.)*(get_)?rank\b", SCRIPTS[mode])
 
 
 def test_what_the_scripts_teach_is_not_hidden_in_the_helpers():
-    helpers = (ROOT / "common.py").read_text() + (ROOT / "checkpoint.py").read_text()
-    for lesson in ("init_process_group", "DistributedDataParallel(", "no_sync()", ".backward()", "scaler.step(", "GlobalBatchSampler("):
+    helpers = [path for path in PROGRAMS if not path.name.startswith("train_")]
+    assert len(helpers) >= 12
+    lessons = ["init_process_group(", "DistributedDataParallel(", "scaler.step("]
+    lessons.append("require_backward_grad_sync = i ==")
+    for lesson in (*lessons, ".backward()", "GlobalBatchSampler("):
         assert lesson in SCRIPTS["ddp"], lesson
-    for lesson in ("init_process_group", "DistributedDataParallel(", "no_sync()", "scaler.step("):
-        assert lesson not in helpers, lesson
+    for lesson in lessons:
+        assert not [path for path in helpers if lesson in path.read_text()], lesson
 
 
-def test_task_knows_nothing_of_devices_and_common_nothing_of_the_task():
+def test_task_knows_nothing_of_devices():
     task = (ROOT / "task.py").read_text()
     for word in ("rank", "world_size", "world size", "cuda", "is_distributed"):
         assert not re.search(rf"\b{word}\b", task.split('"""', 2)[2]), word
-    assert not re.search(r"^(import task|from task)", (ROOT / "common.py").read_text(), re.MULTILINE)
-    for path in (
-        "common.py",
-        "loading.py",
-        "checkpoint.py",
-        "options.py",
-        "replicas.py",
-        "task.py",
-        *(f"train_{mode}.py" for mode in SCRIPTS),
-    ):
-        assert not re.search(r"torch\.cuda|\.cuda\(|== .cuda.", (ROOT / path).read_text()), f"{path} asks for one maker's device"
+    for path in PROGRAMS:
+        found = re.search(r"torch\.cuda|\.cuda\(|== .cuda.", path.read_text())
+        assert not found, f"{path} asks for one maker's device"
 
 
 def test_own_python_stays_small():
-    programs = [path for path in ROOT.glob("*.py") if path.stem not in ("bench", "plot")]
-    assert sum(len(path.read_text().splitlines()) for path in programs) <= OWN_LINES
+    beside = {"bench.py", "plot.py"}
+    assert {path.name for path in ROOT.glob("*.py")} <= {path.name for path in PROGRAMS} | beside
+    assert sum(len(path.read_text().splitlines()) for path in PROGRAMS) <= OWN_LINES
+
+
+# ------------------------------------------------------------ imports
+
+# Who may import whom: only what stands further to the right. The scripts, before all, import none of each other.
+ORDER = "launch check run files tasks options rendezvous processes stand_ins"
+ORDER = [
+    *(f"machinery.{name}" for name in ORDER.split()),
+    "task",
+    "sampling",
+    "common",
+    "machinery",
+]
+
+
+def imports(name, tree, modules):
+    """Return (module, name in it or "", local name, "in a function" or "") for each import of the project's modules."""
+    found, tops = [], {module.split(".")[0] for module in modules}
+
+    def visit(node, where):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            where = "in a function"
+        if isinstance(node, ast.Import):
+            found.extend(
+                (alias.name, "", alias.asname or alias.name, where) for alias in node.names
+            )
+        if isinstance(node, ast.ImportFrom):
+            package = name if name == "machinery" else name.rpartition(".")[0]
+            base = ".".join(filter(None, [package if node.level else "", node.module]))
+            for alias in node.names:
+                whole, local = f"{base}.{alias.name}", alias.asname or alias.name
+                found.append(
+                    (whole, "", local, where)
+                    if whole in modules
+                    else (base, alias.name, local, where)
+                )
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            found.append((getattr(node.args[0], "value", ""), "", "", where))
+        for child in ast.iter_child_nodes(node):
+            visit(child, where)
+
+    visit(tree, "")
+    return [entry for entry in found if str(entry[0]).split(".")[0] in tops]
+
+
+def defined(tree):
+    """Return the names that a module defines itself: not those that it imports."""
+    names = set()
+
+    def visit(node):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif not isinstance(
+            node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+        ):
+            for child in ast.iter_child_nodes(node):
+                visit(child)
+
+    visit(tree)
+    return names
+
+
+def circle(graph):
+    """Return the first circle of {module: modules that it imports}, as [a, b, a]; [] if there is none."""
+    done = set()
+
+    def follow(path):
+        for module in sorted(graph.get(path[-1], ())):
+            if module in path:
+                return [*path[path.index(module) :], module]
+            if module not in done and (found := follow([*path, module])):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for module in sorted(graph) if (found := follow([module]))), [])
+
+
+def mistakes(root):
+    """Return what is wrong with the imports of a project, one line each."""
+    paths = [path for part in PARTS for path in root.glob(part)]
+    names = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in paths}
+    trees = {names[path].removesuffix(".__init__"): ast.parse(path.read_text()) for path in paths}
+    found, graph = [], {}
+    for name, tree in sorted(trees.items()):
+        script = name.startswith("train_")
+        if not script and name not in ORDER:
+            found.append(f"{name} has no place in the order")
+            continue
+        local = {}  # what the project's own modules and names are called here
+        graph[name] = set()
+        for module, attribute, own, where in imports(name, tree, trees):
+            graph[name].add(module)
+            if own:
+                local[own] = (module, attribute)
+            if where:
+                found.append(f"{name} imports {module} {where}")
+            if module == "machinery.launch" and name != "train_spawn":
+                found.append(f"{name} imports {module}")
+            elif module not in ORDER or (not script and ORDER.index(module) <= ORDER.index(name)):
+                found.append(f"{name} imports {module}, which is not below it")
+        modules = {own: module for own, (module, attribute) in local.items() if not attribute}
+        attributes = {
+            ast.unparse(node): (modules[ast.unparse(node.value)], node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules
+        }
+        uses = [entry for entry in local.values() if entry[1]] + [*attributes.values()]
+        for module, attribute in dict.fromkeys(uses):
+            if (
+                module in trees
+                and f"{module}.{attribute}" not in trees
+                and attribute not in defined(trees[module])
+            ):
+                found.append(f"{name} takes {attribute} from {module}, which does not define it")
+        for node in tree.body:
+            value = (
+                ast.unparse(node.value)
+                if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value
+                else ""
+            )
+            if value in local or value in attributes:
+                found.append(f"{name} gives {value} another name")
+    if path := circle(graph):
+        found.append(f"circle: {' -> '.join(path)}")
+    return found
+
+
+def test_imports_go_one_way_and_straight_to_where_a_name_is_defined():
+    assert mistakes(ROOT) == []
+    assert {f"machinery.{path.stem}" for path in ROOT.glob("machinery/*.py")} - {
+        "machinery.__init__"
+    } <= set(ORDER)
+
+
+SOUND = {
+    "common.py": "import torch\nfrom torch import nn\nclass UsageError(ValueError): ...\nLOW, HIGH = 1, 2\n",
+    "sampling.py": "from common import UsageError\ndef seed(): ...\n",
+    "task.py": "from sampling import seed\ndef late():\n    import torchvision\n",
+    "machinery/__init__.py": "",
+    "machinery/processes.py": "import common\nfrom common import HIGH\nwrong = common.UsageError('x')\ndef tell(): ...\n",
+    "machinery/files.py": "from machinery.processes import tell\nclass Files: ...\n",
+    "machinery/run.py": "from machinery.files import Files\nclass Run: ...\n",
+    "machinery/launch.py": "import machinery.run\nmachinery.run.Run\ndef start(): ...\n",
+    "train_single.py": "import common\nfrom machinery.run import Run\ncommon.UsageError\n",
+    "train_spawn.py": "from machinery.launch import start\n",
+}
+
+
+def project(folder, changes=None):
+    for name, text in (SOUND | (changes or {})).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_sound_imports_are_no_mistake(tmp_path):
+    assert mistakes(project(tmp_path)) == []
+
+
+UP = "{} imports {}, which is not below it".format
+OTHER = "{} takes {} from {}, which does not define it".format
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "expected"),
+    [
+        (
+            "machinery/files.py",
+            "from machinery.run import Run",
+            [
+                UP("machinery.files", "machinery.run"),
+                "circle: machinery.files -> machinery.run -> machinery.files",
+            ],
+        ),
+        (
+            "machinery/files.py",
+            "def late():\n    import machinery.run",
+            [
+                "machinery.files imports machinery.run in a function",
+                UP("machinery.files", "machinery.run"),
+                "circle: machinery.files -> machinery.run -> machinery.files",
+            ],
+        ),
+        ("sampling.py", "import machinery.processes", [UP("sampling", "machinery.processes")]),
+        ("sampling.py", "from machinery import processes", [UP("sampling", "machinery.processes")]),
+        (
+            "sampling.py",
+            "try:\n    import machinery.processes as p\nfinally:\n    pass",
+            [UP("sampling", "machinery.processes")],
+        ),
+        (
+            "machinery/processes.py",
+            "from . import files",
+            [UP("machinery.processes", "machinery.files"), "CIRCLE"],
+        ),
+        ("machinery/processes.py", "import task", []),  # downward
+        (
+            "common.py",
+            "import task",
+            [UP("common", "task"), "circle: common -> task -> sampling -> common"],
+        ),
+        ("machinery/__init__.py", "import common", [UP("machinery", "common")]),
+        ("train_single.py", "import train_spawn", [UP("train_single", "train_spawn")]),
+        (
+            "train_single.py",
+            "from machinery.launch import start",
+            ["train_single imports machinery.launch"],
+        ),
+        ("machinery/new.py", "", ["machinery.new has no place in the order"]),
+        (
+            "train_single.py",
+            "def late():\n    from sampling import seed",
+            ["train_single imports sampling in a function"],
+        ),
+        (
+            "train_single.py",
+            "class A:\n    def late(self):\n        import common",
+            ["train_single imports common in a function"],
+        ),
+        (
+            "train_single.py",
+            "late = lambda: importlib.import_module('common')",
+            ["train_single imports common in a function"],
+        ),
+        (
+            "train_single.py",
+            "from sampling import UsageError",
+            [OTHER("train_single", "UsageError", "sampling")],
+        ),
+        (
+            "train_single.py",
+            "from machinery.files import tell as say",
+            [OTHER("train_single", "tell", "machinery.files")],
+        ),
+        ("train_single.py", "from common import nn", [OTHER("train_single", "nn", "common")]),
+        ("train_single.py", "from common import *", [OTHER("train_single", "*", "common")]),
+        ("train_single.py", "common.nn.Linear", [OTHER("train_single", "nn", "common")]),
+        (
+            "train_single.py",
+            "import machinery.files\nmachinery.files.tell()",
+            [OTHER("train_single", "tell", "machinery.files")],
+        ),
+        (
+            "machinery/run.py",
+            "from .files import tell",
+            [OTHER("machinery.run", "tell", "machinery.files")],
+        ),
+        (
+            "train_single.py",
+            "Error = common.UsageError",
+            ["train_single gives common.UsageError another name"],
+        ),
+        ("machinery/run.py", "Again = Files", ["machinery.run gives Files another name"]),
+    ],
+)
+def test_mistaken_imports_are_found(name, line, expected, tmp_path):
+    found = mistakes(project(tmp_path, {name: SOUND.get(name, "") + line + "\n"}))
+    circles = "circle: machinery.files -> machinery.processes -> machinery.files"
+    assert found == [circles if text == "CIRCLE" else text for text in expected]
 
 
 @pytest.mark.parametrize("command", ["check", "format --check"])
 def test_ruff_is_clean(command):
-    finished = subprocess.run([sys.executable, "-m", "ruff", *command.split(), "."], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(
+        [sys.executable, "-m", "ruff", *command.split(), "."],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-def test_slow_packages_are_imported_only_where_they_are_used():
+@pytest.mark.parametrize("program", ["train_ddp", "train_spawn", "train_dp", "machinery.launch"])
+def test_slow_packages_are_imported_only_where_they_are_used(program):
     """Import time is start-up time in every process."""
-    code = "import sys, train_ddp; print([m for m in ('torchvision', 'tensorboard', 'matplotlib', 'PIL') if m in sys.modules])"
-    finished = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    slow = ("torchvision", "tensorboard", "matplotlib", "PIL")
+    code = f"import sys, {program}; print([m for m in {slow} if m in sys.modules])"
+    command = [sys.executable, "-c", code]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert finished.stdout.strip() == "[]", finished.stdout + finished.stderr
 
 
@@ -104,29 +386,54 @@ def test_readme_shows_the_diff_between_single_and_ddp():
 
 def test_readme_states_the_sizes_of_the_diffs():
     for (old, new), _ in BUDGETS.items():
-        assert f"`diff train_{old}.py train_{new}.py` has {len(changed_lines(old, new))} changed lines" in README
+        assert (
+            f"`diff train_{old}.py train_{new}.py` has {len(changed_lines(old, new))} changed lines"
+            in README
+        )
 
 
 def test_readme_names_every_option_and_no_other():
-    known = {option for mode in SCRIPTS for action in options.build_parser(mode)._actions for option in action.option_strings}
-    known -= {option for option in known if option.startswith("--no-")} | {"-h", "--help", "--local-rank", "--local_rank"}
+    known = {
+        option
+        for mode in SCRIPTS
+        for action in machinery.options.build_parser(mode)._actions
+        for option in action.option_strings
+    }
+    known -= {option for option in known if option.startswith("--no-")} | {
+        "-h",
+        "--help",
+        "--local-rank",
+        "--local_rank",
+    }
     (table,) = re.findall(r"## Options\n(.*?)\n## ", README, re.DOTALL)
-    assert {option for option in re.findall(r"`(--[a-z-]*[a-z])", table) if not option.startswith("--no-")} == known
+    assert {
+        option
+        for option in re.findall(r"`(--[a-z-]*[a-z])", table)
+        if not option.startswith("--no-")
+    } == known
 
 
 def test_readme_commands_exist():
     modes = set(re.findall(r"bash run\.sh (\w+)", README))
-    assert {"single", "dp", "ddp", "spawn", "test"} <= modes <= set(re.findall(r"\b[a-z]+\b", (ROOT / "run.sh").read_text()))
-    for path in re.findall(r"`((?:tests/)?\w+\.(?:py|sh))`", README):
+    assert (
+        {"single", "dp", "ddp", "spawn", "test"}
+        <= modes
+        <= set(re.findall(r"\b[a-z]+\b", (ROOT / "run.sh").read_text()))
+    )
+    for path in re.findall(r"`((?:\w+/)?\w+\.(?:py|sh))`", README):
         assert (ROOT / path).exists() or path.startswith("FILE"), path
-    for mode, argv in re.findall(r"bash run\.sh (single|dp|ddp|spawn)(?: \d+)? (--(?!help)[^\n`#]+)", README):
-        options.build_parser(mode).parse_args(argv.split())
+    for mode, argv in re.findall(
+        r"bash run\.sh (single|dp|ddp|spawn)(?: \d+)? (--(?!help)[^\n`#]+)", README
+    ):
+        machinery.options.build_parser(mode).parse_args(argv.split())
 
 
 def test_readme_and_requirements_name_the_same_oldest_versions():
     python, torch = re.search(r"Python ≥ (\d\.\d+), torch ≥ (\d\.\d+)", README).groups()
     assert f"torch>={torch}" in (ROOT / "requirements.txt").read_text().split()
-    assert f'target-version = "py{python.replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        f'target-version = "py{python.replace(".", "")}"' in (ROOT / "pyproject.toml").read_text()
+    )
     assert f"${{1:-python{python}}}" in (ROOT / ".ci" / "floor").read_text()
 
 
@@ -137,7 +444,9 @@ def test_readme_shows_the_equivalence_of_the_code_as_it_is():
     (block,) = re.findall(r"<!-- equivalence -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
     cells, code = re.search(r"(\d+) cells, none above its bound.* code (\w+)\.", block).groups()
     assert int(cells) >= 150
-    assert code == readme.code_digest(), "stale: bash run.sh equivalence --json FILE.json && python tests/readme.py FILE.json"
+    assert code == readme.code_digest(), (
+        "stale: bash run.sh equivalence --json FILE.json && python tests/readme.py FILE.json"
+    )
 
 
 def test_readme_names_for_every_pitfall_the_code_that_avoids_it_and_its_test():
@@ -146,8 +455,7 @@ def test_readme_names_for_every_pitfall_the_code_that_avoids_it_and_its_test():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     assert {number for number, *_ in rows} == set(re.findall(r"def test_pitfall_(\d\d)_", tests))
     for number, _, how, where in rows:
-        texts = (ROOT / where).read_text() + "".join(
-            (ROOT / name).read_text() for name in ("run.sh", "options.py", "common.py", "launch.py")
-        )
+        names = ("run.sh", "machinery/options.py", "common.py", "machinery/launch.py")
+        texts = "".join((ROOT / name).read_text() for name in (where, *names))
         for code in re.findall(r"`([^`]+)`", how):
             assert code in texts, f"{number}: {code} is not in {where}"

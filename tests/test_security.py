@@ -15,8 +15,7 @@ import pytest
 import torch
 from harness import ROOT, check
 
-import checkpoint
-import options
+import common
 
 
 class Hostile:
@@ -36,7 +35,11 @@ def torch_zip(path, value):
 def hand_made_zip(path, value):
     """As torch.save would write it, but compressed, and with names that would leave the folder if they were unpacked."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, content in {"data.pkl": pickle.dumps(value, protocol=2), "version": b"3\n", "byteorder": b"little"}.items():
+        for name, content in {
+            "data.pkl": pickle.dumps(value, protocol=2),
+            "version": b"3\n",
+            "byteorder": b"little",
+        }.items():
             file.writestr(f"archive/{name}", content)
         file.writestr("../../unpacked", b"")
 
@@ -77,7 +80,7 @@ def run_it(path):
 
 
 def refused(argv, capfd):
-    with pytest.raises(options.UsageError) as error:
+    with pytest.raises(common.UsageError) as error:
         check("single", 1, *argv)
     assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
     return str(error.value)
@@ -93,7 +96,10 @@ PLACES = {
 
 @pytest.mark.parametrize(
     ("write", "place"),
-    [*((torch_zip, place) for place in PLACES), *((write, "as an option") for write in (hand_made_zip, legacy, bare_pickle, tar))],
+    [
+        *((torch_zip, place) for place in PLACES),
+        *((write, "as an option") for write in (hand_made_zip, legacy, bare_pickle, tar)),
+    ],
 )
 def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place, tmp_path, capfd):
     path, owned = tmp_path / "last.pt", tmp_path / "owned"
@@ -108,25 +114,54 @@ def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place
 def test_compressed_file_is_refused_unread(tmp_path):
     """A thousandth of a checkpoint's size on the disk could fill the memory."""
     torch.save({"format": 1, "x": torch.zeros(100_000)}, tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as small:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED) as small,
+    ):
         for name in plain.namelist():
             small.writestr(name, plain.read(name))
     assert (tmp_path / "small.pt").stat().st_size < (tmp_path / "plain.pt").stat().st_size / 100
-    with pytest.raises(options.UsageError, match=r"compressed, which torch.save never does"):
-        checkpoint.load_checkpoint(tmp_path / "small.pt")
+    with pytest.raises(
+        common.UsageError, match=r"\(compressed; a small file could fill the memory\)"
+    ):
+        common.load_checkpoint(tmp_path / "small.pt")
 
 
 def test_torchscript_program_is_no_checkpoint(tmp_path, capfd):
     """torch.load would hand it to torch.jit.load."""
     program = tmp_path / "program.pt"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated, and torch.load says where it would hand the file to
+        warnings.simplefilter(
+            "ignore"
+        )  # torch.jit is deprecated, and torch.load says where it would hand the file to
         torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), program)
         assert "damaged, or not a checkpoint" in refused(["--resume", str(program)], capfd)
 
 
-FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.startfile", "torch.hub.load", "torch.jit.load"}
-FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "subprocess", "pty", "commands"}
+FORBIDDEN = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "os.startfile",
+    "torch.hub.load",
+    "torch.jit.load",
+}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "subprocess",
+    "pty",
+    "commands",
+}
 
 
 def dangers(source):
@@ -134,25 +169,46 @@ def dangers(source):
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [name.name for name in node.names if name.name.split(".")[0] in FORBIDDEN_MODULES]
-            found += [f"{name.name} as {name.asname}" for name in node.names if name.name == "os" and name.asname]
+            found += [
+                name.name for name in node.names if name.name.split(".")[0] in FORBIDDEN_MODULES
+            ]
+            found += [
+                f"{name.name} as {name.asname}"
+                for name in node.names
+                if name.name == "os" and name.asname
+            ]
         if isinstance(node, ast.ImportFrom):
-            found += [f"from {node.module}"] * (node.module in FORBIDDEN_MODULES | {"os", "torch.serialization"})
-            found += [f"{node.module}.{name.name}" for name in node.names if f"{node.module}.{name.name}" in FORBIDDEN | {"torch.load"}]
+            found += [f"from {node.module}"] * (
+                node.module in FORBIDDEN_MODULES | {"os", "torch.serialization"}
+            )
+            found += [
+                f"{node.module}.{name.name}"
+                for name in node.names
+                if f"{node.module}.{name.name}" in FORBIDDEN | {"torch.load"}
+            ]
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            found += [name] * (name in FORBIDDEN or bool(re.match(r"os\.(exec|spawn|posix_spawn)", name)))
-            found += [name] * (name.endswith("torch.load") and keywords.get("weights_only") != "True")
+            found += [name] * (
+                name in FORBIDDEN or bool(re.match(r"os\.(exec|spawn|posix_spawn)", name))
+            )
+            found += [name] * (
+                name.endswith("torch.load") and keywords.get("weights_only") != "True"
+            )
             found += [f"{name} with a shell"] * (keywords.get("shell", "False") != "False")
             found += [f"{name} with pickles"] * (keywords.get("allow_pickle", "False") != "False")
     return found
 
 
-@pytest.mark.parametrize("path", sorted(path.name for path in ROOT.glob("*.py")))
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py")]
+)
+STARTS = {"bench.py", "machinery/launch.py"}  # run.sh and the ranks, by lists of words
+
+
+@pytest.mark.parametrize("path", PROGRAMS)
 def test_no_program_runs_what_a_file_or_an_option_says(path):
-    own = ["subprocess"] if path == "bench.py" else []  # which starts run.sh and a program of its own, by lists of words
-    assert dangers((ROOT / path).read_text()) == own
+    assert dangers((ROOT / path).read_text()) == ["subprocess"] * (path in STARTS)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +244,18 @@ def shellcheck(script):
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-@pytest.mark.parametrize("line", ["", "ls $here", 'ls "$@" $*', "ls ${needed[@]}", "cd $mode", "ls $(pwd)", "for x in $@; do ls; done"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "ls $here",
+        'ls "$@" $*',
+        "ls ${needed[@]}",
+        "cd $mode",
+        "ls $(pwd)",
+        "for x in $@; do ls; done",
+    ],
+)
 def test_run_sh_is_clean_under_shellcheck_which_finds_what_is_not_quoted(line):
     script = (ROOT / "run.sh").read_text()
     finished = shellcheck(script.replace("\nshift\n", f"\nshift\n{line}\n"))
@@ -226,8 +293,17 @@ def harmful(tmp_path, monkeypatch):
 
     def call(*arguments, complete="yes"):
         command = ["bash", "project/run.sh", *arguments]
-        finished = subprocess.run(command, cwd=current, env=os.environ | {"COMPLETE": complete}, capture_output=True, text=True, timeout=60)
-        calls = [entry.split("\0")[:-1] for entry in (tmp_path / "log").read_text().split("\n\0")[:-1]]
+        finished = subprocess.run(
+            command,
+            cwd=current,
+            env=os.environ | {"COMPLETE": complete},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        calls = [
+            entry.split("\0")[:-1] for entry in (tmp_path / "log").read_text().split("\n\0")[:-1]
+        ]
         assert not list(tmp_path.rglob("owned")), "a name was run"
         assert list(current.iterdir()) == [project]
         return finished, calls
@@ -238,12 +314,27 @@ def harmful(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
 def test_run_sh_hands_harmful_names_on_as_they_are(mode, harmful):
     project, current, call = harmful
-    given = ["--task", HARMFUL, f"--output-dir=-{HARMFUL}", "--freeze", "*", "$HOME", "", " ", "--resume", "--help me"]
+    given = [
+        "--task",
+        HARMFUL,
+        f"--output-dir=-{HARMFUL}",
+        "--freeze",
+        "*",
+        "$HOME",
+        "",
+        " ",
+        "--resume",
+        "--help me",
+    ]
     n = "1" if mode == "single" else "8"
-    finished, calls = call(mode, f"0{n}", *given)  # in the shell's arithmetic 08 would be a wrong octal number
+    finished, calls = call(
+        mode, f"0{n}", *given
+    )  # in the shell's arithmetic 08 would be a wrong octal number
     assert finished.returncode == 0 and finished.stderr == ""
-    script = "launch.py" if mode == "ddp" else f"train_{mode}.py"
-    assert calls[-1][:2] == [str(current), str(project / script)] and calls[-1][-len(given) :] == given
+    script = "machinery/launch.py" if mode == "ddp" else f"train_{mode}.py"
+    assert (
+        calls[-1][:2] == [str(current), str(project / script)] and calls[-1][-len(given) :] == given
+    )
     assert mode == "single" or n in calls[-1]
 
 

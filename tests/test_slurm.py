@@ -13,7 +13,15 @@ from slurm import NODES, cluster, free_ports, processes, wait_until
 pytestmark = pytest.mark.slurm
 EXACT = ("--dtype", "float64", "--device", "cpu", "--log-every", "1")
 DIGITS = (*EXACT, "--epochs", "2", "--batch-size", "64")  # 3 ranks do not divide it
-LONG = (*EXACT, "--task", str(TASKS / "small.py"), "--epochs", "60", "--batch-size", "31")  # long enough to be disturbed
+LONG = (
+    *EXACT,
+    "--task",
+    str(TASKS / "small.py"),
+    "--epochs",
+    "60",
+    "--batch-size",
+    "31",
+)  # long enough to be disturbed
 SCRIPT = str(ROOT / "train_ddp.py")
 
 
@@ -31,51 +39,108 @@ def assert_equals_one_device(folder, options):
 
 
 def srun(slurm, folder, *command, **options):
-    code, out, err = slurm.run("srun", *command, "--output-dir", folder, cwd=ROOT, timeout=300, **options)
+    code, out, err = slurm.run(
+        "srun", *command, "--output-dir", folder, cwd=ROOT, timeout=300, **options
+    )
     assert code == 0, err
     return out
 
 
-@pytest.mark.parametrize("tasks", [("--nodes", 1, "--ntasks", 3), ("--nodes", 2, "--ntasks", 3)], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    "tasks",
+    [("--nodes", 1, "--ntasks", 3), ("--nodes", 2, "--ntasks", 3)],
+    ids=["one node", "two nodes"],
+)
 def test_srun_python_equals_one_device(tasks, slurm, tmp_path):
     out = srun(slurm, tmp_path, *tasks, "python", SCRIPT, *DIGITS)
-    assert out.count("output folder") == 1, "one rank speaks"
+    assert out.count("output directory") == 1, "one rank speaks"
     assert_equals_one_device(tmp_path, DIGITS)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_srun_torchrun_equals_one_device(nodes, slurm, tmp_path):
     """One task a node, and two ranks."""
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NODES[0]}:{free_ports(1)[0]}", "--rdzv-id", str(nodes)]
-    torchrun = ["torchrun", "--nnodes", nodes, "--nproc-per-node", 2 // nodes, *meet, SCRIPT, *DIGITS]
+    meet = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{NODES[0]}:{free_ports(1)[0]}",
+        "--rdzv-id",
+        str(nodes),
+    ]
+    torchrun = [
+        "torchrun",
+        "--nnodes",
+        nodes,
+        "--nproc-per-node",
+        2 // nodes,
+        *meet,
+        SCRIPT,
+        *DIGITS,
+    ]
     srun(slurm, tmp_path, "--nodes", nodes, "--ntasks-per-node", 1, *torchrun)
     assert_equals_one_device(tmp_path, DIGITS)
 
 
 def test_address_is_that_of_the_first_node(slurm):
-    show = "import os, options; options.take_ranks_of_slurm(); print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', "
+    show = "import os, machinery.rendezvous; machinery.rendezvous.take_ranks_of_slurm(); print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', "
     show += "'LOCAL_WORLD_SIZE', 'MASTER_ADDR')))"
     tasks = ("--nodes", 2, "--ntasks", 3, "--distribution", "block")
     lines = slurm.ask("srun", *tasks, "python", "-c", show, cwd=ROOT).splitlines()
-    names = slurm.ask("srun", *tasks, "bash", "-c", 'scontrol show hostnames "$SLURM_STEP_NODELIST"').splitlines()
+    names = slurm.ask(
+        "srun", *tasks, "bash", "-c", 'scontrol show hostnames "$SLURM_STEP_NODELIST"'
+    ).splitlines()
     assert names[:2] == list(NODES)
     assert sorted(lines) == [f"0 0 3 2 {names[0]}", f"1 1 3 2 {names[0]}", f"2 0 3 1 {names[0]}"]
 
 
 def test_wrong_argument_ends_all_tasks(slurm, tmp_path):
     """Without --kill-on-bad-exit srun waits for the others, and they would wait for the first task until --timeout."""
-    code, _, err = slurm.run("srun", "--ntasks", 3, "python", SCRIPT, *LONG, "--freeze", "nothing", "--output-dir", tmp_path / "run")
-    assert code == 2 and "--freeze nothing: no parameter has such a name" in err and not (tmp_path / "run").exists()
+    code, _, err = slurm.run(
+        "srun",
+        "--ntasks",
+        3,
+        "python",
+        SCRIPT,
+        *LONG,
+        "--freeze",
+        "nothing",
+        "--output-dir",
+        tmp_path / "run",
+    )
+    assert (
+        code == 2
+        and "--freeze nothing: no parameter has such a name" in err
+        and not (tmp_path / "run").exists()
+    )
 
 
 def wait_for_lines(path: Path, n: int):
-    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= n, f"{n} lines in {path}", 120)
+    wait_until(
+        lambda: path.exists() and len(path.read_text().splitlines()) >= n,
+        f"{n} lines in {path}",
+        120,
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("USR1", 0)])
 def test_signal_of_scancel_saves(number, code, slurm, tmp_path):
-    command = ["srun", "--job-name", f"{tmp_path.name}", "--ntasks", 2, "python", SCRIPT, *LONG, "--output-dir", tmp_path]
-    with open(tmp_path / "err", "w") as err, slurm.popen(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=err) as process:
+    command = [
+        "srun",
+        "--job-name",
+        f"{tmp_path.name}",
+        "--ntasks",
+        2,
+        "python",
+        SCRIPT,
+        *LONG,
+        "--output-dir",
+        tmp_path,
+    ]
+    with (
+        open(tmp_path / "err", "w") as err,
+        slurm.popen(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=err) as process,
+    ):
         try:
             wait_for_lines(tmp_path / "metrics.jsonl", 10)
             job = slurm.ask("squeue", "--noheader", "--name", tmp_path.name, "--format", "%A")
@@ -90,7 +155,10 @@ def test_signal_of_scancel_saves(number, code, slurm, tmp_path):
 
 
 DISTURBANCES = {  # what happens to a job, and which signal reaches its ranks
-    "warning": ("scancel --batch --signal USR1 JOB", "SIGUSR1"),  # to the batch script alone, as --signal=B:USR1@120 sends it
+    "warning": (
+        "scancel --batch --signal USR1 JOB",
+        "SIGUSR1",
+    ),  # to the batch script alone, as --signal=B:USR1@120 sends it
     "requeue": ("scontrol requeue JOB", "SIGTERM"),
     "pre-emption": ("srun --partition urgent --nodes 2 --exclusive true", "SIGTERM"),
 }
@@ -99,8 +167,26 @@ DISTURBANCES = {  # what happens to a job, and which signal reaches its ranks
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 def test_batch_job_goes_on_by_itself(disturbance, slurm, tmp_path):
     what, number = DISTURBANCES[disturbance]
-    size = ["--nodes", 2, "--ntasks-per-node", 1, "--cpus-per-task", 2, "--output", tmp_path / "log"]
-    job = slurm.ask("sbatch", "--parsable", *size, ROOT / "slurm" / "train.sbatch", *LONG, "--output-dir", tmp_path, cwd=ROOT)
+    size = [
+        "--nodes",
+        2,
+        "--ntasks-per-node",
+        1,
+        "--cpus-per-task",
+        2,
+        "--output",
+        tmp_path / "log",
+    ]
+    job = slurm.ask(
+        "sbatch",
+        "--parsable",
+        *size,
+        ROOT / "slurm" / "train.sbatch",
+        *LONG,
+        "--output-dir",
+        tmp_path,
+        cwd=ROOT,
+    )
     wait_for_lines(tmp_path / "metrics.jsonl", 10)
     slurm.ask(*what.replace("JOB", job).split())
 
@@ -108,18 +194,27 @@ def test_batch_job_goes_on_by_itself(disturbance, slurm, tmp_path):
         return slurm.state(job)["JobState"]
 
     wait_until(
-        lambda: state() in ("COMPLETED", "FAILED"), lambda: f"the end of the job\n{(tmp_path / 'log').read_text()}\n{slurm.logs()}", 240
+        lambda: state() in ("COMPLETED", "FAILED"),
+        lambda: f"the end of the job\n{(tmp_path / 'log').read_text()}\n{slurm.logs()}",
+        240,
     )
     log = (tmp_path / "log").read_text()
     assert state() == "COMPLETED" and slurm.state(job)["Restarts"] == "1", log
-    assert log.count(f"stopped by {number} after saving step") == 2 and log.count("resumed at epoch") == 1, log  # both nodes say why
+    assert (
+        log.count(f"stopped by {number} after saving step") == 2
+        and log.count("resumed at epoch") == 1
+    ), log  # both nodes say why
     assert_equals_one_device(tmp_path, LONG)
 
 
 def test_nothing_outlives_whoever_started_it(tmp_path):
     """SLURM's daemons leave jobs behind when they are killed, and srun a process that would cancel them."""
-    job = f"echo $SLURM_CONF > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/begun; exec sleep 1000"
-    with subprocess.Popen([sys.executable, ROOT / "tests" / "slurm.py", "srun", "bash", "-c", job]) as process:
+    job = (
+        f"echo $SLURM_CONF > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/begun; exec sleep 1000"
+    )
+    with subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "slurm.py", "srun", "bash", "-c", job]
+    ) as process:
         try:
             wait_until((tmp_path / "begun").exists, "a job")
         finally:

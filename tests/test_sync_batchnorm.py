@@ -1,4 +1,4 @@
-"""replicas.SyncBatchNorm, the CPU's version, equals torch's BatchNorm on the concatenated batch: values, gradients, running statistics."""
+"""stand_ins.SyncBatchNorm, the CPU's version, equals torch's BatchNorm on the concatenated batch: values, gradients, running statistics."""
 
 import functools
 
@@ -8,11 +8,16 @@ import torch.distributed as dist
 from harness import in_group
 from torch import nn
 
-from replicas import AllReduceSum, SyncBatchNorm, convert_sync_batchnorm
+from machinery.stand_ins import SyncBatchNorm, convert_sync_batchnorm
 
 PIECES = {2: [1, 5], 3: [3, 4, 2]}  # samples of each rank: never alike
 SHAPES = {"1d": (4,), "1d with length": (4, 5), "2d": (4, 3, 2), "3d": (4, 2, 3, 2)}
-LAYERS = {"1d": nn.BatchNorm1d, "1d with length": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
+LAYERS = {
+    "1d": nn.BatchNorm1d,
+    "1d with length": nn.BatchNorm1d,
+    "2d": nn.BatchNorm2d,
+    "3d": nn.BatchNorm3d,
+}
 SETTINGS = {
     "default": {},
     "momentum None": {"momentum": None},  # the mean over all batches so far
@@ -47,9 +52,16 @@ def check_against_whole_batch(kind, settings):
     assert type(ours) is SyncBatchNorm
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        batch = 3 + 2 * torch.randn(sum(sizes), *SHAPES[kind], generator=generator, dtype=torch.float64)  # far from normalised
-        weights = torch.randn(batch.shape, generator=generator, dtype=torch.float64)  # of a loss that is no function of the mean
-        everything, mine = batch.clone().requires_grad_(), batch.split(sizes)[rank].clone().requires_grad_()
+        batch = 3 + 2 * torch.randn(
+            sum(sizes), *SHAPES[kind], generator=generator, dtype=torch.float64
+        )  # far from normalised
+        weights = torch.randn(
+            batch.shape, generator=generator, dtype=torch.float64
+        )  # of a loss that is no function of the mean
+        everything, mine = (
+            batch.clone().requires_grad_(),
+            batch.split(sizes)[rank].clone().requires_grad_(),
+        )
         wanted, value = whole(everything), ours(mine)
         assert_equal(value, wanted.split(sizes)[rank], "output")
         (wanted.sin() * weights).sum().backward()
@@ -69,7 +81,9 @@ def check_against_whole_batch(kind, settings):
     whole.load_state_dict(ours.state_dict())
     whole.eval(), ours.eval()
     with torch.no_grad():
-        assert ours(batch).equal(whole(batch)), "evaluation"  # a rank evaluates what it likes: there is nothing to wait for
+        assert ours(batch).equal(whole(batch)), (
+            "evaluation"
+        )  # a rank evaluates what it likes: there is nothing to wait for
 
 
 @pytest.mark.parametrize("world_size", PIECES)
@@ -87,7 +101,9 @@ def test_other_shapes(kind):
 def check_per_replica_differs():
     """What the tests above would not notice if the ranks did not talk: statistics of the pieces are not those of the batch."""
     whole, ours = make_layers("2d", {})
-    batch = torch.randn(9, *SHAPES["2d"], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    batch = torch.randn(
+        9, *SHAPES["2d"], generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     sizes, rank = PIECES[3], dist.get_rank()
     wanted = whole(batch).split(sizes)[rank]
     assert (ours(batch.split(sizes)[rank]) - wanted).abs().max() < 1e-12
@@ -98,37 +114,6 @@ def test_per_replica_statistics_differ():
     in_group(3, check_per_replica_differs)
 
 
-def sum_of_squares(value):
-    return AllReduceSum.apply(value.square())
-
-
-def check_all_reduce_gradient():
-    """All ranks run gradcheck in step, and perturb the same entry of the same input at the same time.
-
-    The total then changes by the world size times what one input changes, and the backward must have summed as many gradients.
-    """
-    value = torch.linspace(-1, 2, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(sum_of_squares, (value,), nondet_tol=0)
-    before = value.detach().clone()
-    AllReduceSum.apply(value)
-    assert value.detach().equal(before), "the input was changed in place"
-
-
-def check_all_reduce_sum():
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    value = torch.full((3,), float(rank + 1), dtype=torch.float64, requires_grad=True)
-    total = AllReduceSum.apply(value)
-    assert total.tolist() == [world_size * (world_size + 1) / 2] * 3
-    (total * (rank + 2)).sum().backward()  # the derivative of the sum of all ranks' losses
-    assert value.grad.tolist() == [float(sum(r + 2 for r in range(world_size)))] * 3
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_reduce_gradient(world_size):
-    in_group(world_size, check_all_reduce_gradient)
-    in_group(world_size, check_all_reduce_sum)
-
-
 def test_without_a_group_it_is_batchnorm():
     whole, ours = make_layers("2d", {})
     batch = torch.randn(6, *SHAPES["2d"], dtype=torch.float64)
@@ -137,15 +122,24 @@ def test_without_a_group_it_is_batchnorm():
 
 
 def test_conversion_keeps_names_and_values():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16, momentum=None)))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16, momentum=None)),
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = list(model.parameters())
     converted = convert_sync_batchnorm(model, torch.device("cpu"))
-    assert [type(module) for module in converted.modules() if "BatchNorm" in type(module).__name__] == [SyncBatchNorm] * 2
+    assert [
+        type(module) for module in converted.modules() if "BatchNorm" in type(module).__name__
+    ] == [SyncBatchNorm] * 2
     assert converted[1].momentum == 0.1 and converted[3][1].momentum is None
     after = converted.state_dict()
     assert list(after) == list(before) and all(after[name].equal(before[name]) for name in before)
-    assert all(a is b for a, b in zip(converted.parameters(), parameters)), "an optimizer that was built before would train nothing"
+    assert all(a is b for a, b in zip(converted.parameters(), parameters)), (
+        "an optimizer that was built before would train nothing"
+    )
     same = nn.Linear(2, 2)
     assert type(convert_sync_batchnorm(same, torch.device("cpu"))) is nn.Linear
 
@@ -174,9 +168,16 @@ def check_half(dtype):
         whole, ours = (layer.float() for layer in make_layers("2d", {"eps": 1e-12}))
         generator = torch.Generator().manual_seed(0)
         shape = sum(sizes), 4, 15, 15  # 2025 values a channel, which bf16 does not know
-        batch = (mean + spread * torch.randn(shape, generator=generator)).clamp(-65_000, 65_000).to(dtype)
+        batch = (
+            (mean + spread * torch.randn(shape, generator=generator))
+            .clamp(-65_000, 65_000)
+            .to(dtype)
+        )
         weights = torch.randn(shape, generator=generator)
-        everything, mine = batch.float().requires_grad_(), batch.split(sizes)[rank].clone().requires_grad_()
+        everything, mine = (
+            batch.float().requires_grad_(),
+            batch.split(sizes)[rank].clone().requires_grad_(),
+        )
         wanted, value = whole(everything).split(sizes)[rank], ours(mine)
         assert value.dtype == dtype and value.isfinite().all(), name
         limit = rounding * wanted.abs().max()
@@ -189,11 +190,16 @@ def check_half(dtype):
         (value.float() * weights.split(sizes)[rank]).sum().backward()
         gradient = everything.grad.split(sizes)[rank]
         assert mine.grad.dtype == dtype, name
-        assert (mine.grad.float() - gradient).abs().max() <= 4 * rounding * gradient.abs().max(), name
+        assert (mine.grad.float() - gradient).abs().max() <= 4 * rounding * gradient.abs().max(), (
+            name
+        )
         for (which, buffer), reference in zip(ours.named_buffers(), whole.buffers()):
             assert buffer.dtype == reference.dtype and buffer.isfinite().all(), (name, which)
             difference = (buffer.double() - reference.double()).abs().max()
-            assert difference <= 1e-5 * reference.double().abs().max().clamp(min=1e-3 * spread), (name, which)
+            assert difference <= 1e-5 * reference.double().abs().max().clamp(min=1e-3 * spread), (
+                name,
+                which,
+            )
         for parameter in ours.parameters():
             assert parameter.dtype == parameter.grad.dtype == torch.float32
 
@@ -204,7 +210,9 @@ def check_half_layer(dtype):
     whole, ours = make_layers("2d", {})
     whole, ours = whole.float(), ours.to(dtype)
     whole.load_state_dict(ours.state_dict())
-    batch = (3 + 2 * torch.randn(sum(sizes), 4, 3, 2, generator=torch.Generator().manual_seed(0))).to(dtype)
+    batch = (
+        3 + 2 * torch.randn(sum(sizes), 4, 3, 2, generator=torch.Generator().manual_seed(0))
+    ).to(dtype)
     wanted, value = whole(batch.float()).split(sizes)[rank], ours(batch.split(sizes)[rank])
     assert value.dtype == dtype and ours.running_mean.dtype == ours.running_var.dtype == dtype
     limit = 4 * torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""Which of several signals wins: the one that comes later in options.SIGNALS."""
+"""Which of several signals wins: the one that comes later in machinery.processes.SIGNALS."""
 
 import functools
 import itertools
@@ -12,9 +12,8 @@ from harness import in_group, train
 from pitfalls import BASE, after_step, in_process, printed
 from runs import make_run, make_step, start_epoch
 
-import checkpoint
-import common
-import options
+import machinery.processes
+import machinery.run
 
 USR1, INT, TERM = signal.SIGUSR1, signal.SIGINT, signal.SIGTERM
 CODES = {USR1: 0, INT: 130, TERM: 143}  # the weakest first: SLURM's warning, the user, the system
@@ -25,13 +24,13 @@ def strongest(numbers):
 
 
 def test_order_and_codes_of_the_signals():
-    assert list(options.SIGNALS.items()) == list(CODES.items())
+    assert list(machinery.processes.SIGNALS.items()) == list(CODES.items())
 
 
 def print_winners():
     for count in (1, 2, 3):
         for numbers in itertools.permutations(CODES, count):
-            stop = checkpoint.StopSignal()
+            stop = machinery.run.StopSignal()
             assert stop.agreed() is None, "none yet"
             for number in numbers:
                 os.kill(os.getpid(), number)
@@ -47,7 +46,7 @@ def test_stronger_signal_wins_whichever_comes_first():
 
 def agree_on(numbers, wait=False):
     """A signal, or none, for each rank; then all of them ask until they agree."""
-    stop = checkpoint.StopSignal()
+    stop = machinery.run.StopSignal()
     assert stop.agreed() is None and stop.agreed() is None
     if number := numbers[dist.get_rank()]:
         os.kill(os.getpid(), number)
@@ -106,11 +105,11 @@ def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_pa
     start_epoch(run)
     make_step(run, [1.0])
     os.kill(os.getpid(), number)
-    with pytest.raises(common.Stopped) as stopped:
+    with pytest.raises(machinery.processes.Stopped) as stopped:
         make_step(run, [1.0])
     assert stopped.value.code == CODES[number]
     assert stopped.value.reason == f"stopped by {number.name} after saving step 2"
-    assert (run.folder / "last.pt").exists()
+    assert (run.files.directory / "last.pt").exists()
 
 
 @pytest.mark.parametrize("number", CODES)
@@ -119,9 +118,9 @@ def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys
     start_epoch(run)
     run.state.net.weight.data[0] = float("nan")
     os.kill(os.getpid(), number)
-    with pytest.raises(common.Stopped) as stopped:
+    with pytest.raises(machinery.processes.Stopped) as stopped:
         make_step(run, [1.0])
     assert stopped.value.code == (CODES[number] or 1), "nothing that was lost is called done"
     assert stopped.value.reason == f"stopped by {number.name} at step 1, which was not saved"
-    assert not (run.folder / "last.pt").exists()
+    assert not (run.files.directory / "last.pt").exists()
     assert "non-finite values in weight" in capsys.readouterr().err

@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 SIZE, CLASSES, MOST = 16, 2, 4
-SIDES = (3.0, 6.0, 12.0)  # of the box that each scale predicts by default, in pixels; strides 2, 4 and 8
+SIDES = (
+    3.0,
+    6.0,
+    12.0,
+)  # of the box that each scale predicts by default, in pixels; strides 2, 4 and 8
 
 
 class Boxes(torch.utils.data.Dataset):
@@ -22,7 +26,10 @@ class Boxes(torch.utils.data.Dataset):
     @staticmethod
     def draw(generator):
         count = int(torch.randint(0, MOST + 1, (), generator=generator))  # sometimes none
-        boxes, labels = torch.zeros(MOST, 4), torch.randint(0, CLASSES, (MOST,), generator=generator)
+        boxes, labels = (
+            torch.zeros(MOST, 4),
+            torch.randint(0, CLASSES, (MOST,), generator=generator),
+        )
         image = 0.2 * torch.randn(CLASSES, SIZE, SIZE, generator=generator)
         for box, label in zip(boxes[:count], labels):
             box[2:] = 2 + 10 * torch.rand(2, generator=generator)
@@ -48,7 +55,9 @@ class Detector(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stages = nn.ModuleList(nn.Conv2d(i, o, 3, stride=2, padding=1) for i, o in ((CLASSES, 12), (12, 16), (16, 24)))
+        self.stages = nn.ModuleList(
+            nn.Conv2d(i, o, 3, stride=2, padding=1) for i, o in ((CLASSES, 12), (12, 16), (16, 24))
+        )
         self.heads = nn.ModuleList(nn.Conv2d(i, 5 + CLASSES, 1) for i in (12, 16, 24))
 
     def forward(self, images):
@@ -94,9 +103,20 @@ def per_sample_loss(outputs, targets, *, label_smoothing):
     count = targets["present"].sum(1).clamp(min=1)
     losses = 0
     for output, occupied, weight, chosen, boxes in assign(outputs, targets):
-        objectness = F.binary_cross_entropy_with_logits(output[..., 0], occupied, reduction="none").flatten(1).mean(1)
-        classes = F.cross_entropy(chosen[..., 5:].movedim(2, 1), targets["labels"], reduction="none", label_smoothing=label_smoothing)
-        found = (weight * (1 - iou(boxes, targets["boxes"].to(boxes.dtype)) + classes)).sum(1) / count
+        objectness = (
+            F.binary_cross_entropy_with_logits(output[..., 0], occupied, reduction="none")
+            .flatten(1)
+            .mean(1)
+        )
+        classes = F.cross_entropy(
+            chosen[..., 5:].movedim(2, 1),
+            targets["labels"],
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        found = (weight * (1 - iou(boxes, targets["boxes"].to(boxes.dtype)) + classes)).sum(
+            1
+        ) / count
         losses = losses + objectness + found
     return losses
 
@@ -105,7 +125,9 @@ def per_sample_metrics(outputs, targets):
     """Recall: the fraction of boxes whose cell gives the right class and an IoU above one half."""
     hits = 0
     for _, _, weight, chosen, boxes in assign(outputs, targets):
-        right = (iou(boxes, targets["boxes"].to(boxes.dtype)) > 0.5) & (chosen[..., 5:].argmax(2) == targets["labels"])
+        right = (iou(boxes, targets["boxes"].to(boxes.dtype)) > 0.5) & (
+            chosen[..., 5:].argmax(2) == targets["labels"]
+        )
         hits = hits + (weight * right).sum(1)
     count = targets["present"].sum(1)
     return {"recall": torch.where(count > 0, hits / count.clamp(min=1), 1.0)}

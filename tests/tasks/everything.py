@@ -19,5 +19,13 @@ class Scale(nn.Module):
 
 
 def build_model(args):
-    body = [nn.Conv2d(1, 12, 3, padding=1, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.3)]
-    return nn.Sequential(Scale(getattr(torch, args.dtype)), *body, nn.Flatten(), nn.Linear(12 * 16, 10))
+    body = [
+        nn.Conv2d(1, 12, 3, padding=1, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.3),
+    ]
+    return nn.Sequential(
+        Scale(getattr(torch, args.dtype)), *body, nn.Flatten(), nn.Linear(12 * 16, 10)
+    )

@@ -29,7 +29,10 @@ def fail_in_loss():
     raise RuntimeError("broken in the loss")
 
 
-IN_LOADER = {"worker raises": fail_in_loader, "worker is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+IN_LOADER = {
+    "worker raises": fail_in_loader,
+    "worker is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
 IN_LOSS = {
     "raises": fail_in_loss,
     "leaves with 0": lambda: sys.exit(0),

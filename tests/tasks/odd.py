@@ -72,7 +72,9 @@ class Odd(nn.Module):
     def forward(self, images):
         outputs = self.net(images)
         if hasattr(self, "mask"):
-            outputs = outputs + (outputs[:, :3] @ torch.softmax(self.mask, 1)).sum(1, keepdim=True) * 0.01
+            outputs = (
+                outputs + (outputs[:, :3] @ torch.softmax(self.mask, 1)).sum(1, keepdim=True) * 0.01
+            )
             if self.training:
                 self.steps += 2
                 self.flags.logical_not_()

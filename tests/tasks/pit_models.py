@@ -18,7 +18,9 @@ class Net(nn.Module):
     def __init__(self, name):
         super().__init__()
         self.first, self.last = nn.Linear(64, 32), nn.Linear(32, 10)
-        self.between = {"dropout": nn.Dropout(0.5), "batchnorm": nn.BatchNorm1d(32)}.get(name, nn.Identity())
+        self.between = {"dropout": nn.Dropout(0.5), "batchnorm": nn.BatchNorm1d(32)}.get(
+            name, nn.Identity()
+        )
         if name == "unused":
             self.unused = nn.Linear(3, 3)
 

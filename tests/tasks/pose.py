@@ -14,7 +14,13 @@ JOINTS, SIZE = 3, 8
 def gaussians(joints, size, width):
     """Joints [..., 2] in pixels of the picture -> heat maps [..., size, size]."""
     grid = (torch.arange(size) + 0.5) * (SIZE / size)
-    return torch.exp(-((grid[:, None] - joints[..., 0, None, None]) ** 2 + (grid - joints[..., 1, None, None]) ** 2) / (2 * width**2))
+    return torch.exp(
+        -(
+            (grid[:, None] - joints[..., 0, None, None]) ** 2
+            + (grid - joints[..., 1, None, None]) ** 2
+        )
+        / (2 * width**2)
+    )
 
 
 class Figures(Dataset):
@@ -37,7 +43,11 @@ class Figures(Dataset):
             image, joints[:, 1] = image.flip(-1), SIZE - joints[:, 1]
         heatmaps = (gaussians(joints, SIZE, 1.0), gaussians(joints, SIZE // 2, 2.0))
         box = torch.stack([joints.amin(0), joints.amax(0)]).flatten() / SIZE
-        return {"image": image, "box": box}, {"heatmaps": heatmaps, "visible": visible, "joints": joints}
+        return {"image": image, "box": box}, {
+            "heatmaps": heatmaps,
+            "visible": visible,
+            "joints": joints,
+        }
 
 
 def build_datasets(args):
@@ -53,13 +63,20 @@ class Hourglass(nn.Module):
         self.box = nn.Linear(4, 12)
         self.down = nn.Conv2d(12, 16, 3, stride=2, padding=1)
         self.up = nn.ConvTranspose2d(16, 12, 2, stride=2)
-        self.heads = nn.ModuleDict({"fine": nn.Conv2d(12, JOINTS, 1), "coarse": nn.Conv2d(16, JOINTS, 1)})
+        self.heads = nn.ModuleDict(
+            {"fine": nn.Conv2d(12, JOINTS, 1), "coarse": nn.Conv2d(16, JOINTS, 1)}
+        )
 
     def forward(self, inputs):
         dtype = self.stem.weight.dtype
-        fine = F.relu(self.stem(inputs["image"].to(dtype)) + self.box(inputs["box"].to(dtype))[:, :, None, None])
+        fine = F.relu(
+            self.stem(inputs["image"].to(dtype))
+            + self.box(inputs["box"].to(dtype))[:, :, None, None]
+        )
         coarse = F.relu(self.down(fine))
-        return {"heatmaps": (self.heads["fine"](fine + self.up(coarse)), self.heads["coarse"](coarse))}
+        return {
+            "heatmaps": (self.heads["fine"](fine + self.up(coarse)), self.heads["coarse"](coarse))
+        }
 
 
 def build_model(args):
@@ -70,7 +87,9 @@ def per_sample_loss(outputs, targets):
     """Squared error at both scales, of the visible joints only."""
     losses = 0
     for heatmap, wanted in zip(outputs["heatmaps"], targets["heatmaps"]):
-        losses = losses + ((heatmap - wanted).square().flatten(2).sum(2) * targets["visible"]).sum(1)
+        losses = losses + ((heatmap - wanted).square().flatten(2).sum(2) * targets["visible"]).sum(
+            1
+        )
     return losses
 
 

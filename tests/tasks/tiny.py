@@ -27,12 +27,16 @@ class Tiny(nn.Module):
 
     def __init__(self, parts):
         super().__init__()
-        bias = "batchnorm" not in parts  # its gradient would be zero but for rounding, and AdamW would make steps of that
+        bias = (
+            "batchnorm" not in parts
+        )  # its gradient would be zero but for rounding, and AdamW would make steps of that
         self.conv1 = nn.Conv2d(1, 8, 3, padding=1, bias=bias)
         self.norm1 = nn.BatchNorm2d(8) if "batchnorm" in parts else nn.GroupNorm(2, 8)
         self.conv2 = nn.Conv2d(8, 32, 3, padding=1, bias=bias)
         self.drop2 = nn.Dropout2d(0.1) if "dropout" in parts else nn.Identity()
-        self.norm2 = nn.BatchNorm1d(128, momentum=None) if "batchnorm" in parts else nn.LayerNorm(128)
+        self.norm2 = (
+            nn.BatchNorm1d(128, momentum=None) if "batchnorm" in parts else nn.LayerNorm(128)
+        )
         self.drop3 = nn.Dropout(0.2) if "dropout" in parts else nn.Identity()
         if "unused" in parts:
             self.never, self.rarely = nn.Linear(128, 128), nn.Linear(128, 128)
@@ -42,7 +46,9 @@ class Tiny(nn.Module):
         features = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
         features = F.adaptive_max_pool2d(self.drop2(self.conv2(features)), 2).flatten(1)
         features = self.drop3(F.relu(self.norm2(features)))
-        if hasattr(self, "rarely"):  # for one image in twenty: in most steps some ranks do not use the layer, in some steps no rank does
+        if hasattr(
+            self, "rarely"
+        ):  # for one image in twenty: in most steps some ranks do not use the layer, in some steps no rank does
             chosen = (images.sum((1, 2, 3)) > 9).nonzero().flatten()
             if len(chosen):
                 features = features.index_add(0, chosen, F.relu(self.rarely(features[chosen])))
@@ -51,8 +57,12 @@ class Tiny(nn.Module):
 
 def build_model(args):
     parts = args.model.split("+")
-    assert parts[0] == "conv" and set(parts) <= {"conv", "batchnorm", "dropout", "unused"}, args.model
+    assert parts[0] == "conv" and set(parts) <= {"conv", "batchnorm", "dropout", "unused"}, (
+        args.model
+    )
     model = Tiny(parts)
     mean, std = task.DATASETS["digits"][3:]
-    model.register_forward_pre_hook(functools.partial(task.normalize, mean=mean, std=std, dtype=getattr(torch, args.dtype)))
+    model.register_forward_pre_hook(
+        functools.partial(task.normalize, mean=mean, std=std, dtype=getattr(torch, args.dtype))
+    )
     return model

@@ -1,0 +1,212 @@
+"""The files of a run, all written by global rank 0: metrics.jsonl and the checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import math
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
+from machinery.options import EVALUATED, MAY_CHANGE, keys
+from machinery.processes import at_end, attempt
+
+# ------------------------------------------------------------------------- finding the checkpoint
+
+
+def output_directory(args: argparse.Namespace) -> Path:
+    """Return --output-dir, or a new name, which stays the same when torchrun restarts the ranks."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id == "none":
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{run_id}")
+
+
+def find_checkpoint(
+    args: argparse.Namespace, samples: int
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the checkpoint of --resume and its path; (None, None) if a new run begins.
+
+    `samples` is the length of the training set. Raises UsageError if the file is damaged, or
+    belongs to another run.
+    """
+    directory, path = output_directory(args), None
+    if args.resume not in (None, "auto"):
+        path = Path(args.resume)
+    if attempt() and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+        raise UsageError("--output-dir is needed for torchrun to start a run again")
+    if args.resume == "auto" or attempt():
+        last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
+        if last.exists():
+            path = last
+        elif others:  # a new run would overwrite it
+            problem = f"no last.pt in {directory}, but {others[0].name}"
+            raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
+    if path:
+        checkpoint = load_checkpoint(path)
+        check_config(args, checkpoint["config"], path)
+        if not args.eval_only:
+            check_average(args, checkpoint, path)
+            before = checkpoint["samples"]
+            if before != samples:
+                problem = f"the training set had {before} samples, and has {samples} now"
+                raise UsageError(f"--resume {path}: {problem}; that would be another run")
+        return path, checkpoint
+    if args.eval_only:
+        raise UsageError(f"--resume auto: there is no checkpoint in {directory} to evaluate")
+    return None, None
+
+
+def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
+    """Raise UsageError if an option would silently make it another run."""
+    fixed = keys(EVALUATED) if args.eval_only else vars(args).keys() - keys(MAY_CHANGE)
+    for name, now in vars(args).items():
+        then = config.get(name, now)
+        if name == "task":
+            then, now = Path(then).name, Path(now).name
+        if name in fixed and then != now:
+            other = "" if args.eval_only else ", or start anew without --resume"
+            option = f"--{name.replace('_', '-')} {now}"
+            raise UsageError(f"{option}: {path} was made with {then}; use that{other}")
+
+
+def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Path) -> None:
+    """Raise UsageError if SWA would average epochs whose weights are in no file.
+
+    It happens with more --epochs, when the last quarter of the new run has already begun.
+    """
+    if args.average != "swa":
+        return
+    done = checkpoint["epoch"] + (checkpoint["step"] == checkpoint["samples"] // args.batch_size)
+    wanted, found = swa_epochs(args.epochs, done), int(checkpoint["average"]["n_averaged"])
+    if wanted in (0, found):
+        return
+    enough = math.ceil(4 * done / 3)
+    begins = f"--average swa would begin in epoch {done - wanted + 1}"
+    holds = f"{path} holds the average of {found} of {done} epochs"
+    before = checkpoint["config"].get("epochs")
+    advice = f"use --epochs {before}, or at least {enough}"
+    raise UsageError(f"--epochs {args.epochs}: {begins}, but {holds}; {advice}")
+
+
+# ---------------------------------------------------------------------------------- writing files
+
+
+class RunFiles:
+    """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
+
+    `checkpoint` is the one of --resume, or None. Raises UsageError if the run cannot go on.
+    """
+
+    def __init__(self, args: argparse.Namespace, samples: int) -> None:
+        self.directory = output_directory(args)
+        self.writer = self.checkpoint = None
+        self.by_design: dict[str, Tensor] = {}
+        last = self.directory / "last.pt"
+        before = last.exists() and last.stat().st_mtime_ns
+        path, checkpoint = find_checkpoint(args, samples)  # before anything is written
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.checkpoint = checkpoint
+        if args.eval_only and any(self.directory.glob("*.pt")):
+            self.log = open(os.devnull, "w")  # noqa: SIM115 (an evaluation must not change the log)
+            return
+        self.log = open(self.directory / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115
+        log = weakref.ref(self.log)  # an exception that a notebook keeps would keep it open, locked
+        at_end.callback(lambda: log() and log().close())
+        try:
+            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = "another run is writing there; choose another directory"
+            raise UsageError(f"--output-dir {self.directory}: {problem}") from error
+        if before != (last.exists() and last.stat().st_mtime_ns):
+            path, checkpoint = find_checkpoint(args, samples)  # another run has just ended here
+        self.checkpoint = checkpoint
+        if not args.eval_only:
+            # Leave nothing later than the checkpoint: a later start would go on from it.
+            best = checkpoint["best"] if checkpoint else None
+            if best is not None and not self._has_best(path, best):
+                checkpoint["best"] = None  # the next evaluation writes best.pt
+            if checkpoint and path.resolve() != last.resolve():  # last.pt may also be damaged
+                save_checkpoint(checkpoint, last)
+            self.log.truncate(self._bytes_before(checkpoint))
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = checkpoint["global_step"] + 1 if checkpoint else None
+            self.writer = SummaryWriter(self.directory, purge_step=purge)
+        print(f"output directory: {self.directory}", flush=True)
+
+    def _has_best(self, path: Path, best: float) -> bool:
+        """Return whether best.pt has the score `best`; copy it from beside `path` if that one has.
+
+        After an earlier checkpoint was chosen it has not: it is the file of a later epoch.
+        """
+        for name in (self.directory / "best.pt", path.with_name("best.pt")):
+            with contextlib.suppress(Exception):  # no such file, or damaged: almost anything
+                found = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+                if found["best"] == best:
+                    if name.parent != self.directory:
+                        save_checkpoint(load_checkpoint(name), self.directory / "best.pt")
+                    return True
+        return False
+
+    def _bytes_before(self, checkpoint: dict[str, Any] | None) -> int:
+        """Return how much of metrics.jsonl is older than the checkpoint."""
+        kept = 0
+        self.log.seek(0)
+        for line in self.log if checkpoint else ():
+            try:
+                entry = json.loads(line)
+                done = entry["global_step"] <= checkpoint["global_step"]
+                if entry["event"] == "eval":
+                    done = entry["epoch"] < checkpoint["epoch"]
+            except (ValueError, KeyError, TypeError):  # torn, or not ours
+                break
+            if not done or not line.endswith("\n"):
+                break
+            kept += len(line.encode())
+        return kept
+
+    def write_line(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl; NaN and Inf become null."""
+        plain = dict(line)
+        for name, value in line.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                plain[name] = None
+        self.log.write(json.dumps(plain) + "\n")
+        self.log.flush()
+        position = {"event", "epoch", "step", "global_step", "count"}
+        for name in line.keys() - position if self.writer else ():
+            self.writer.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
+
+    def write_checkpoint(self, checkpoint: dict[str, Any], names: tuple[str, ...]) -> str:
+        """Write the checkpoint under these names.
+
+        Return the tensors that became non-finite, if any: then the last good files stay.
+        """
+        tensors = [*checkpoint["model"].items(), *checkpoint["average"].items()]  # same names
+        tensors = [(name, value) for name, value in tensors if isinstance(value, Tensor)]
+        bad = [name for name, v in tensors if became_non_finite(v, self.by_design.get(name))]
+        if bad:
+            problem = f"non-finite values in {', '.join(bad[:5])}"
+            kept = "not saved, the last good checkpoint stays"
+            print(f"{kept}: {problem}", file=sys.stderr, flush=True)
+            return problem
+        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
+        for name in names:
+            save_checkpoint(checkpoint, self.directory / name)
+        return ""
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()

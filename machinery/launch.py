@@ -1,0 +1,204 @@
+"""Start the ranks of a run on this machine, hand signals on to them, and return one exit code.
+
+`bash run.sh ddp N [options]` runs this file: it checks the options and then starts train_ddp.py
+N times, with the variables that torchrun sets. train_spawn.py uses the helpers in the middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import math
+import multiprocessing.resource_tracker
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # it was machinery, which would hide a task's neighbour options.py
+
+import torch.multiprocessing as mp
+
+from machinery.check import check_run
+from machinery.files import output_directory
+from machinery.options import parse_args
+from machinery.processes import (
+    FAILED,
+    LOST,
+    SIGNALS,
+    end_with_parent,
+    handle_signals,
+    run_main,
+    tell,
+)
+from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
+
+RESTARTS = 3  # after a failure, on one machine; several would have to agree on them
+GRACE = 10  # seconds that the other ranks have after a failure: they may hang
+ON_PURPOSE = {2, 3, 130, 143}  # exit codes of a rank that has told why it ends
+
+
+def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, str]:
+    """Wait for the ranks of this machine, and hand signals on to them.
+
+    `processes` are of subprocess or multiprocessing; signals are added to `received`. Returns the
+    exit code of the run, or FAILED if another start may help, and the cause of a failure if no
+    rank has told it.
+    """
+
+    def codes() -> list[int | None]:
+        return [p.exitcode if hasattr(p, "exitcode") else p.poll() for p in processes]
+
+    def send(number: int, frame: Any = None) -> None:
+        received.append(number)
+        for process, code in zip(processes, codes()):
+            if code is None:
+                os.kill(process.pid, number)
+
+    handle_signals(send)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    ended, deadline = codes(), math.inf
+    while None in ended:
+        time.sleep(0.05)
+        ended = codes()
+        if any(ended):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            break
+    for process, code in zip(processes, ended):
+        if code is None:
+            process.kill()
+            process.wait() if hasattr(process, "wait") else process.join()
+    failed = [code for code in ended if code]
+    if purpose := [code for code in failed if code in ON_PURPOSE]:
+        return purpose[0], ""
+    if set(ended) == {1}:
+        return 1, ""  # they stopped together, and told why
+    if killed := [rank for rank, code in enumerate(ended) if code and code < 0]:
+        number = signal.Signals(-ended[killed[0]])
+        if number in received:
+            return 128 + number, f"stopped by {number.name} with nothing to save"
+        return FAILED, f"process {killed[0]} was killed by {number.name}"
+    if nnodes > 1 and {LOST, FAILED} & set(failed):
+        hint = "or a rank on another node was lost; start all nodes again with --resume auto"
+        return FAILED, f"a rank failed here, {hint}"
+    if failed and set(failed) == {LOST}:
+        return FAILED, "a rank left before the end"
+    if untold := [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED, LOST)]:
+        return FAILED, f"process {untold[0]} left with exit code {ended[untold[0]]}"
+    return FAILED if failed else 0, ""
+
+
+# ----------------------------------------------------------------------------------- train_spawn.py
+
+
+@contextlib.contextmanager
+def workers_meet_at(args: argparse.Namespace) -> Iterator[str]:
+    """Yield where spawned processes meet: --dist-url, or on one machine a new file.
+
+    Signals wait from here until `wait_for` listens: a Python that is starting would answer Ctrl-C
+    with a traceback.
+    """
+    multiprocessing.resource_tracker.ensure_running()  # it would unblock the signals again
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ["LAUNCH_PID"] = str(os.getpid())
+    with tempfile.TemporaryDirectory() as directory:
+        if args.dist_url:
+            use_interface_to(urlsplit(args.dist_url).hostname)
+            tell_place(args, args.dist_url)
+            yield args.dist_url
+        else:
+            stay_on_this_machine()
+            yield f"file://{directory}/ranks"
+
+
+def tell_place(args: argparse.Namespace, place: str) -> None:
+    if args.nnodes > 1:
+        node = f"node {args.node_rank} of {args.nnodes}"
+        print(f"{node} meets the others at {place}", flush=True)
+
+
+def run_worker(
+    local_rank: int, worker: Callable[..., int], args: argparse.Namespace, *arguments: Any
+) -> NoReturn:
+    """Be one spawned process."""
+    end_with_parent(signal.SIGKILL)
+    if not mp.parent_process().is_alive():
+        os._exit(1)  # it was killed before
+    rank = args.node_rank * args.nproc + local_rank
+    ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": args.nproc}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    sys.exit(run_main(functools.partial(worker, local_rank, args, *arguments)))
+
+
+def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
+    """Wait for the processes of mp.spawn and return the exit code of the run."""
+    code, cause = wait_for(context.processes, nnodes, [])
+    tell(cause)
+    return 1 if code == FAILED else code
+
+
+# -------------------------------------------------------------------------------- bash run.sh ddp N
+
+
+def start(argv: list[str], devices: int, args: argparse.Namespace, attempt: int) -> list:
+    """Start one process per device, with the environment that torchrun would give it.
+
+    Signals wait until `run_main` and `wait_for` listen: a Python that is starting would answer
+    Ctrl-C with a traceback.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    processes = []
+    for local_rank in range(devices):
+        ranks = {
+            "RANK": args.node_rank * devices + local_rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": args.nnodes * devices,
+            "LOCAL_WORLD_SIZE": devices,
+            "MASTER_ADDR": args.master_addr or "127.0.0.1",
+            "MASTER_PORT": args.master_port,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+        }
+        environment = os.environ | {name: str(value) for name, value in ranks.items()}
+        command = [sys.executable, str(ROOT / "train_ddp.py"), *argv]
+        processes.append(subprocess.Popen(command, env=environment))
+    return processes
+
+
+def main() -> int:
+    devices, argv = int(sys.argv[1]), sys.argv[2:]
+    sys.argv[0] = "train_ddp.py"
+    args = parse_args("ddp", argv, devices)
+    option = f"--master-addr {args.master_addr}"
+    if args.nnodes > 1:
+        check_address(option, args.master_addr, args.master_port, args.node_rank, args.nnodes)
+    check_run(args)  # before any process is started
+    tell_place(args, f"{args.master_addr}:{args.master_port}")
+    os.environ["LAUNCH_PID"] = str(os.getpid())
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    os.environ["TORCHELASTIC_RUN_ID"] = run_id  # names the output directory of all attempts
+    last, received = output_directory(args) / "last.pt", []
+    with tempfile.TemporaryDirectory() as directory:
+        if args.nnodes == 1:  # meet in a file: nothing listens to the network
+            os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
+            stay_on_this_machine()
+        for attempt in range(RESTARTS + 1 if args.nnodes == 1 else 1):
+            code, cause = wait_for(start(argv, devices, args, attempt), args.nnodes, received)
+            if code != FAILED or received or not last.exists():
+                break  # without a checkpoint the same would happen again
+            os.environ["LAUNCH_FAILURE"] = cause or "a rank failed, as it says above"
+        tell(cause)
+    return 1 if code == FAILED else code
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

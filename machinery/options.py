@@ -1,0 +1,406 @@
+"""The command line: one table of options for all scripts, and the checks that need nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import math
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common import OPTIMIZERS, SCHEDULES, UsageError
+from machinery.processes import Stopped, attempt, resolve_device_type
+from machinery.rendezvous import take_ranks_of_slurm
+
+
+class Trait(enum.Flag):
+    """What else is true of an option. Without a trait it describes the training run itself."""
+
+    NONE = 0
+    MAY_CHANGE = enum.auto()  # when a run is resumed
+    PER_NODE = enum.auto()  # may differ between the nodes of a run
+    EVALUATED = enum.auto()  # an evaluation of the checkpoint depends on it too
+
+
+NONE, MAY_CHANGE, PER_NODE, EVALUATED = (Trait(value) for value in (0, 1, 2, 4))
+FREE = MAY_CHANGE | PER_NODE
+
+
+class Option(NamedTuple):
+    group: str
+    name: str
+    traits: Trait
+    modes: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+OPTIONS: list[Option] = []
+groups: list[str] = []
+
+
+def group(name: str) -> None:
+    """Show the options that are declared from here on under this headline of --help."""
+    groups.append(name)
+
+
+def option(
+    name: str,
+    kind: Any,
+    metavar: str | None,
+    default: Any,
+    traits: Trait,
+    text: str,
+    *modes: str,
+    **settings: Any,
+) -> None:
+    """Declare an option of all scripts, or of the named modes alone; `kind` is a type or a list."""
+    if default not in (None, []):
+        text += " (default: %(default)s)"
+    settings |= {"choices": kind} if isinstance(kind, list) else {"type": kind, "metavar": metavar}
+    settings |= {"default": default, "help": text}
+    OPTIONS.append(Option(groups[-1], name, traits, modes, settings))
+
+
+def flag(name: str, traits: Trait, text: str) -> None:
+    """Declare an option with a negative form: --compile and --no-compile."""
+    settings = {"action": argparse.BooleanOptionalAction, "default": False, "help": text}
+    OPTIONS.append(Option(groups[-1], name, traits, (), settings))
+
+
+def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """Return an argparse type: a finite number of `kind` in [low, high]."""
+    limits = f"{low} to {high}" if high < math.inf else f"at least {low}"
+    whole = "whole " if kind is int else ""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+            if not low <= value <= high or not math.isfinite(value):
+                raise ValueError
+        except (ValueError, OverflowError) as error:  # overflow: too large for any float
+            problem = f"must be a {whole}number, {limits}, got {text}"
+            raise argparse.ArgumentTypeError(problem) from error
+        return value
+
+    return parse
+
+
+def filled(text: str) -> str:
+    """An argparse type: a text that is not empty, as an unset shell variable would make it."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
+    return text
+
+
+class Once(argparse.Action):
+    """Stores a value; refuses a second, different one, as in `run.sh spawn 2 --nproc 3`."""
+
+    def __call__(self, parser: Any, args: Any, value: Any, option: str | None = None) -> None:
+        before = getattr(args, self.dest)
+        if before not in (None, value):
+            given = "given earlier, by N of run.sh or by the option"
+            raise UsageError(f"{option} {value} conflicts with {before}, {given}")
+        setattr(args, self.dest, value)
+
+
+positive, whole = number(int, 1), number(int, 0)
+amount, share = number(float, 0), number(float, 0, 1)
+TASK = str(Path(__file__).resolve().parent.parent / "task.py")
+
+# fmt: off
+
+group("data")
+datasets = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "synthetic"]
+option("--dataset", datasets, None, "digits", EVALUATED, "what the default task trains on")
+option("--data-dir", filled, "DIR", None, FREE,
+       "directory of the data set's files; digits and synthetic need none")
+flag("--download", FREE, "fetch the data set into --data-dir if it is missing")
+flag("--skip-corrupt", MAY_CHANGE,
+       "replace a sample that cannot be read by the next one; else the run ends")
+flag("--balanced", NONE, "draw samples with replacement, from each class equally often")
+option("--image-size", number(int, 8), "N", None, EVALUATED,
+       "side of the square images of imagefolder and synthetic")
+option("--workers", whole, "N", None, FREE,
+       "loader processes per device (default: 0 for data in memory, else its cores)")
+
+group("model")
+option("--model", filled, "NAME", "digitnet", EVALUATED,
+       "digitnet, resnet9, or any torchvision classification model")
+option("--weights", filled, "FILE|default", None, FREE,
+       "start from the tensors in FILE that fit; default: torchvision's for --model")
+option("--freeze", filled, "PATTERN", [], EVALUATED,
+       "do not train the parameters with these names, as 'conv*'", nargs="+")
+option("--task", filled, "FILE.py", TASK, EVALUATED | PER_NODE, "the problem to train on")
+
+group("optimization")
+option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
+option("--batch-size", positive, "N", 64, NONE, "samples per optimizer step, over all devices")
+option("--accum-steps", positive, "N", 1, NONE,
+       "micro-batches per optimizer step; each is cut among the devices")
+option("--eval-batch-size", positive, "N", None, NONE,
+       "samples per forward in evaluation (default: a micro-batch, at most 128)")
+option("--optimizer", list(OPTIMIZERS), None, "sgd", EVALUATED, "update rule")
+option("--lr", amount, "X", 0.1, NONE, "peak learning rate")
+option("--momentum", share, "X", 0.9, NONE, "of sgd; the first beta of adamw")
+flag("--nesterov", NONE, "Nesterov momentum, sgd only")
+option("--weight-decay", amount, "X", 1e-3, NONE, "on every parameter")
+option("--schedule", list(SCHEDULES), None, "cosine", NONE, "learning rate over the run")
+option("--warmup-epochs", amount, "X", 2.0, NONE, "linear rise of the learning rate at the start")
+option("--step-epochs", positive, "N", [], NONE,
+       "step: epochs of the drops; cyclic: length of a cycle", nargs="+")
+option("--step-gamma", share, "X", 0.1, NONE,
+       "step: factor of a drop; cyclic: lowest / highest rate")
+option("--scale-lr", ["none", "linear", "sqrt"], None, "none", NONE,
+       "multiply --lr by the world size, or its root")
+option("--clip-grad-norm", number(float, 1e-12), "X", None, NONE,
+       "largest norm of the whole gradient (default: no limit)")
+option("--label-smoothing", share, "X", 0.1, EVALUATED, "probability spread over all classes")
+option("--average", ["none", "ema", "swa"], None, "none", EVALUATED,
+       "evaluate averaged weights: of all steps, fading (ema), or of the last quarter (swa)")
+
+group("speed and precision")
+option("--amp", ["off", "bf16", "fp16"], None, "off", NONE, "automatic mixed precision")
+flag("--compile", MAY_CHANGE, "torch.compile the model")
+flag("--channels-last", MAY_CHANGE, "store images and filters as NHWC")
+option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
+       "of the parameters; float64 is for proofs")
+
+group("distribution")
+flag("--sync-bn", NONE, "BatchNorm statistics over the global batch (no effect on one device)")
+option("--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", NONE,
+       "send smaller gradients (ddp, spawn)")
+flag("--find-unused-parameters", MAY_CHANGE,
+       "for a model that does not use all its parameters in every step")
+option("--timeout", number(float, 1, 10**9), "SECONDS", 600, MAY_CHANGE,
+       "stop the job if a rank does not respond for so many seconds")
+# Old launchers pass it; LOCAL_RANK is read instead.
+option("--local-rank", int, None, None, FREE, argparse.SUPPRESS)
+option("--replicas", positive, "N", None, MAY_CHANGE,
+       "devices (default: all accelerators, or 2 on CPU)", "dp", action=Once)
+option("--nproc", positive, "N", None, MAY_CHANGE,
+       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn", action=Once)
+option("--nnodes", positive, "N", None, MAY_CHANGE, "machines (default: 1)", "ddp", "spawn")
+option("--node-rank", whole, "N", None, FREE,
+       "number of this machine, from 0; needed if there are several", "ddp", "spawn")
+option("--master-addr", filled, "HOST", None, FREE,
+       "address of the machine with --node-rank 0 (run.sh ddp)", "ddp")
+option("--master-port", number(int, 1, 65535), "PORT", 29500, FREE,
+       "port where that machine listens (run.sh ddp)", "ddp")
+option("--dist-url", filled, "tcp://HOST:PORT", None, FREE,
+       "where the machine with --node-rank 0 listens", "spawn")
+
+group("run")
+option("--seed", number(int, 0, 2**63 - 1), "N", 0, NONE,
+       "of initial weights, order, augmentation, dropout")
+option("--output-dir", filled, "DIR", None, FREE,
+       "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
+option("--resume", filled, "auto|FILE", None, FREE,
+       "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
+option("--save-every", positive, "STEPS", None, MAY_CHANGE,
+       "write last.pt this often, not only after each epoch")
+option("--keep-every", positive, "EPOCHS", None, MAY_CHANGE,
+       "also keep the checkpoint of every N-th epoch")
+flag("--eval-only", MAY_CHANGE, "evaluate the checkpoint of --resume and end")
+option("--log-every", positive, "STEPS", 50, MAY_CHANGE, "steps between two lines of the log")
+flag("--tensorboard", MAY_CHANGE, "also write the log for TensorBoard, into --output-dir")
+option("--device", str, "auto|cpu|cuda|...", "auto", FREE,
+       "auto takes the accelerator if there is one")
+flag("--deterministic", MAY_CHANGE, "slower kernels that give the same bits in every run")
+# fmt: on
+
+
+def keys(trait: Trait) -> set[str]:
+    """Return the names, as in the parsed arguments, of the options that have a trait."""
+    return {option.key for option in OPTIONS if trait in option.traits}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
+
+    def exit(self, status: int = 0, message: str | None = None) -> None:
+        raise Stopped(status, "")  # after --help
+
+
+def build_parser(mode: str) -> argparse.ArgumentParser:
+    """Return the parser of a mode: single, dp, ddp or spawn."""
+    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False)
+    groups: dict[str, Any] = {}
+    for option in OPTIONS:
+        if option.modes and mode not in option.modes:
+            continue
+        if option.group not in groups:
+            groups[option.group] = parser.add_argument_group(option.group)
+        names = [option.name] + ["--local_rank"] * (option.name == "--local-rank")
+        groups[option.group].add_argument(*names, **option.settings)
+    return parser
+
+
+def parse_args(
+    mode: str, argv: list[str] | None = None, devices: int | None = None
+) -> argparse.Namespace:
+    """Parse and check the command line of a mode.
+
+    `devices` is how many processes run.sh ddp is going to start on this machine. Raises
+    UsageError that names the option, what was given and what would work.
+    """
+    args = build_parser(mode).parse_args(argv)
+    if mode in ("ddp", "spawn"):
+        check_nodes(args, mode)
+    check_devices(args, mode, devices)
+    check_values(args, mode)
+    check_files(args)
+    return args
+
+
+def refuse(wrong: Any, message: str) -> None:
+    if wrong:
+        raise UsageError(message)
+
+
+def check_nodes(args: argparse.Namespace, mode: str) -> None:
+    """Check what several machines need to find each other."""
+    given = args.node_rank is not None or getattr(args, "master_addr", None)
+    alone = "--node-rank and --master-addr have no effect without --nnodes, the number of machines"
+    refuse(given and args.nnodes is None, alone)
+    args.nnodes = args.nnodes or 1
+    several = f"--nnodes {args.nnodes} needs"
+    if args.nnodes > 1:
+        refuse(args.node_rank is None, f"{several} --node-rank, which counts the machines from 0")
+        if mode == "spawn":
+            url = "--dist-url tcp://HOST:PORT, the address of the machine with --node-rank 0"
+            refuse(not args.dist_url, f"{several} {url}")
+        else:
+            address = "--master-addr, the address of the first machine"
+            refuse(not args.master_addr, f"{several} {address}")
+    args.node_rank = args.node_rank or 0
+    rank = f"--node-rank {args.node_rank}"
+    refuse(args.node_rank >= args.nnodes, f"{rank} must be below --nnodes {args.nnodes}")
+    if mode == "spawn" and args.dist_url:
+        address = re.fullmatch(r"tcp://[^:/]+:([0-9]{1,5})", args.dist_url)
+        wanted = "must be tcp://HOST:PORT with a port of 1 to 65535, as tcp://10.0.0.1:29500"
+        right = address and 1 <= int(address[1]) <= 65535
+        refuse(not right, f"--dist-url {args.dist_url}: {wanted}")
+    if mode == "ddp" and args.master_addr:
+        wrong = not re.fullmatch(r"[\w.-]+", args.master_addr)
+        wanted = "must be a host name or an IPv4 address; a port goes to --master-port"
+        refuse(wrong, f"--master-addr {args.master_addr}: {wanted}")
+
+
+def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> None:
+    """Count the devices of the run, here and in all; check that they exist and get samples."""
+    launched = mode == "ddp" and devices is None  # by torchrun or srun
+    by_srun = launched and take_ranks_of_slurm()
+    device_type = resolve_device_type(args.device)
+    available = 1 if device_type == "cpu" else torch.accelerator.device_count()
+    if launched:
+        here, world_size = (int(os.environ.get(n, 1)) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    else:
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ.pop(name, None)  # of another launcher around this run
+        if choice := {"dp": "replicas", "spawn": "nproc"}.get(mode):
+            if getattr(args, choice) is None:
+                setattr(args, choice, 2 if device_type == "cpu" else available)
+            devices = getattr(args, choice)
+        here = devices or 1
+        world_size = here * getattr(args, "nnodes", 1)
+    # SLURM may show each of its tasks one device alone.
+    wrong = device_type != "cpu" and here > available and not by_srun
+    advice = f"use {available}, or --device cpu"
+    refuse(wrong, f"{here} processes or replicas, but only {available} accelerators; {advice}")
+    least = world_size * args.accum_steps
+    pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
+    problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"
+    refuse(args.batch_size < least, f"{problem}; it must be at least {least}")
+
+
+def check_values(args: argparse.Namespace, mode: str) -> None:
+    """Check options that contradict each other, or have no effect."""
+    if args.eval_batch_size is None:
+        args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
+    halves = f"--amp {args.amp} computes in half precision and --dtype float64 in double"
+    both = args.amp != "off" and args.dtype == "float64"
+    refuse(both, f"{halves}; use --amp off or --dtype float32")
+    marks = f"--step-epochs {' '.join(map(str, args.step_epochs))}"
+    drops = "the epochs at which the learning rate drops, as --step-epochs 15 25"
+    missing = args.schedule == "step" and not args.step_epochs
+    refuse(missing, f"--schedule step needs --step-epochs, {drops}")
+    unused = args.step_epochs and args.schedule not in ("step", "cyclic")
+    advice = "use --schedule step or cyclic, or leave it out"
+    refuse(unused, f"{marks} has no effect on --schedule {args.schedule}; {advice}")
+    too_many = args.schedule == "cyclic" and len(args.step_epochs) > 1
+    refuse(too_many, f"{marks}: --schedule cyclic takes one number, the length of a cycle")
+    default = next(o.settings["default"] for o in OPTIONS if o.name == "--warmup-epochs")
+    long = args.epochs < args.warmup_epochs != default  # a run of one epoch may cut the default
+    warmup = f"--warmup-epochs {args.warmup_epochs:g} is longer than the run"
+    refuse(long, f"{warmup}, --epochs {args.epochs}: it would never reach --lr")
+    wrong = args.optimizer == "adamw" and args.momentum == 1
+    refuse(wrong, "--momentum 1: as the first beta of adamw it must be below 1, as 0.9")
+    wrong = args.nesterov and (args.optimizer != "sgd" or args.momentum == 0)
+    found = f"got {args.optimizer} and {args.momentum}"
+    refuse(wrong, f"--nesterov needs --optimizer sgd and a momentum above 0, {found}")
+    no_sync = "nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn, or leave it out"
+    refuse(mode == "dp" and args.sync_bn, f"--sync-bn: {no_sync}")
+    powersgd = "--grad-compress powersgd keeps an error in units of the loss scale"
+    wrong = args.grad_compress == "powersgd" and args.amp == "fp16"
+    refuse(wrong, f"{powersgd}, which --amp fp16 changes; use --amp bf16")
+    alone = mode in ("single", "dp") and args.grad_compress != "none"
+    nothing = "there is nothing to send in one process; use ddp or spawn, or leave it out"
+    refuse(alone, f"--grad-compress {args.grad_compress}: {nothing}")
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Check that the named files and directories are there, and hold no other run."""
+    for name in ("data_dir", "task", "weights", "resume", "output_dir"):
+        try:
+            Path(getattr(args, name) or "").exists()
+        except OSError as error:  # a name too long, a directory that may not be read
+            option = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise UsageError(f"{option}: {error.strerror}") from error
+    if args.dataset not in ("digits", "synthetic"):
+        missing = args.data_dir is None
+        refuse(missing, f"--dataset {args.dataset} needs --data-dir, the directory of its files")
+        missing = not args.download and not Path(args.data_dir).is_dir()
+        refuse(missing, f"--data-dir {args.data_dir}: no such directory")
+    elif args.data_dir and args.task == TASK:
+        unused = f"--data-dir {args.data_dir} has no effect on --dataset {args.dataset}"
+        raise UsageError(f"{unused}; add --dataset imagefolder, or leave it out")
+    if args.weights not in (None, "default"):
+        check_file("--weights", args.weights)
+    if args.resume not in (None, "auto"):
+        check_file("--resume", args.resume)
+    check_file("--task", args.task)
+    wrong = Path(args.task).suffix != ".py"
+    refuse(wrong, f"--task {args.task}: must be a Python file with a name that ends in .py")
+    missing = args.eval_only and not args.resume
+    refuse(missing, "--eval-only needs --resume FILE, the checkpoint to evaluate")
+    missing = args.resume == "auto" and not args.output_dir
+    refuse(missing, "--resume auto needs --output-dir, the directory whose last.pt it looks for")
+    if not args.output_dir:
+        return
+    directory = Path(args.output_dir)
+    own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
+    taken = not own and not args.eval_only and not attempt() and (directory / "last.pt").exists()
+    advice = "continue it with --resume auto, or choose another directory"
+    refuse(taken, f"--output-dir {directory} already holds a run; {advice}")
+    folder = directory.absolute()
+    while not os.path.lexists(folder):  # a link to nowhere is in the way too
+        folder = folder.parent
+    problem = "read-only" if folder.is_dir() else "not a directory"
+    wrong = not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK)
+    refuse(wrong, f"--output-dir {directory}: {folder} is {problem}; choose another one")
+
+
+def check_file(option: str, name: str) -> None:
+    path = Path(name)
+    problem = "is a directory; name a file in it" if path.is_dir() else "no such file"
+    refuse(not path.is_file(), f"{option} {name}: {problem}")

@@ -1,0 +1,225 @@
+"""How one process of a run begins and ends: device, threads, signals, exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from common import UsageError
+
+# They stop a run at the next step; after saving it ends with this exit code.
+SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
+# A rank raises this when another rank is gone. A lost connection of the task itself differs.
+LOST_CONNECTION = re.compile(
+    r"(gloo|NCCL|SocketImpl|Store).*"
+    r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
+    re.DOTALL,
+)
+# Exit codes of a rank for machinery/launch.py: it failed and told why, it lost another one.
+FAILED, LOST = 4, 5
+NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
+RENDEZVOUS_HINT = (
+    "Check that every node was started, with its own --node-rank and the address and port of the "
+    "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
+)
+_ends_with_run = False  # whether this process was started for the run alone
+at_end = contextlib.ExitStack()  # puts back, after a run, what it changed in its process
+
+
+class Stopped(Exception):
+    """Every rank ends at the same step, with this exit code; what is worth keeping was saved."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code, self.reason = code, reason
+
+
+def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a script's main: a notebook or a service that calls it is as before afterwards."""
+
+    @functools.wraps(main)
+    def wrapper(*arguments: Any, **options: Any) -> int:
+        if _ends_with_run:
+            return main(*arguments, **options)
+        environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        python, numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+        strict = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        benchmark = torch.backends.cudnn.benchmark
+        precision = torch.get_float32_matmul_precision()
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                return main(*arguments, **options)
+        finally:
+            at_end.close()
+            os.environ.clear()
+            os.environ.update(environment)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
+            torch.backends.cudnn.benchmark = benchmark
+            torch.set_float32_matmul_precision(precision)
+
+    return wrapper
+
+
+def handle_signals(handler: Callable[[int, Any], None]) -> None:
+    """Let `handler` answer the signals that stop a run, until the run ends."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python lets only the main thread decide it
+    for number in SIGNALS:
+        before = signal.signal(number, handler)
+        # None: a library in C had set it
+        at_end.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore the signals that stop a run, and end with the process that started this one."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(number: int) -> None:
+    """Have the system send this signal when the parent dies. Source: man 2 prctl."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+# --------------------------------------------------------------------------------------- device
+
+
+def resolve_device_type(name: str) -> str:
+    """Return "cpu" or the accelerator's type; raises UsageError if the device is not here."""
+    found = "cpu"
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator().type
+    if name not in ("auto", "cpu", found):
+        available = "auto, cpu" if found == "cpu" else f"auto, cpu, {found}"
+        raise UsageError(f"--device {name}: not on this machine; available: {available}")
+    return found if name == "auto" else name
+
+
+def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -> torch.device:
+    """Select this process's device, before anything is allocated on device 0; set threads.
+
+    `deterministic` takes kernels that give the same bits in every run.
+    """
+    device_type = resolve_device_type(name)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+    if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
+        cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)
+        torch.set_num_threads(max(1, cores))
+    if device_type == "cpu":
+        keep_freed_memory()
+        return torch.device("cpu")
+    torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
+    index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
+
+
+def keep_freed_memory() -> None:
+    """Stop glibc from returning freed memory to the system.
+
+    Otherwise gradient buffers are unmapped and faulted in again at every step.
+    """
+    with contextlib.suppress(AttributeError):  # of another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(-3, 2**25):  # M_MMAP_THRESHOLD, in bytes, the largest that it takes
+            mallopt(-1, 2**30)  # M_TRIM_THRESHOLD, which would harm without the other
+
+
+# ------------------------------------------------------------------------------------- exit codes
+
+
+def run_main(main: Callable[[], int]) -> int:
+    """Run `main` and return the exit code of this process.
+
+    0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving. A
+    signal before training begins ends the process at once: nothing can be lost yet.
+    """
+    global _ends_with_run
+    _ends_with_run = True
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
+    try:
+        code = main()
+        if code is None:
+            raise RuntimeError("the run was left before its end, without an error")
+        return code
+    except UsageError as error:
+        tell(f"error: {error}")
+        if not dist.is_initialized():
+            return 2
+        leave(2)  # the other ranks do not know
+    except Stopped as stop:
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 has saved, and nobody waits any more
+            dist.destroy_process_group()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            tell(stop.reason and f"{stop.reason} (exit code {stop.code})")
+        return stop.code
+    except (Exception, SystemExit) as error:
+        return fail(error)
+
+
+def fail(error: BaseException) -> int:
+    """Report what a rank raised, and end the process so that its launcher blames the right rank."""
+    words, meaning = f"{type(error).__name__}: {error}", ""
+    if isinstance(error, SystemExit):
+        meaning = f"the run was left before its end, by sys.exit({error.code!r})"
+    elif "find_unused_parameters=True" in words:
+        meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
+    elif not dist.is_initialized() and "RANK" in os.environ and NOT_MET.search(words):
+        meaning = f"the ranks have not met within --timeout. {RENDEZVOUS_HINT}"
+    lost = not meaning and LOST_CONNECTION.search(words)
+    launched = {"LAUNCH_PID", "RANK"} <= os.environ.keys()
+    if lost and launched:
+        leave(LOST)  # in silence: the cause should be the last thing to read
+    traceback.print_exception(error)
+    tell(meaning)
+    if lost:
+        return 1  # slowly: torchrun blames the rank that ends first
+    leave(FAILED if launched else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End a rank at once. Python's clean-up may hang while threads still talk to other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def tell(message: str) -> None:
+    """Print the last line of stderr."""
+    if message:
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+
+
+def attempt() -> int:
+    """Return how often a launcher has started the ranks again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

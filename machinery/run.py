@@ -1,0 +1,363 @@
+"""A run as its loop sees it: state, log, stop. What writes files is in machinery/files.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+import common
+from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
+from machinery.files import RunFiles
+from machinery.options import OPTIONS, PER_NODE
+from machinery.processes import SIGNALS, Stopped, attempt, end_with_parent, handle_signals
+from sampling import GlobalBatchSampler, seed_rng
+
+tqdm.set_lock(threading.RLock())  # its own one is for several processes, and would be left behind
+
+
+@dataclasses.dataclass
+class State:
+    """What a checkpoint holds. `epoch` and the `step` within it tell what comes next."""
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: common.StepGuard
+    average: common.WeightAverage | common.NoAverage
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    best: float | None = None
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return plain tensors and values, with the names of the bare model."""
+        average = self.average.state_dict()
+        return {
+            "format": common.FORMAT,
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "average": {name.removeprefix("module."): value for name, value in average.items()},
+            "epoch": self.epoch,
+            "step": self.step,
+            "global_step": self.global_step,
+            "best": self.best,
+        }
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
+        for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
+            group["fused"] = now["fused"]  # it belongs to the device, which may be another one
+        self.net.load_state_dict(checkpoint["model"])
+        for name in ("optimizer", "scheduler", "scaler"):
+            getattr(self, name).load_state_dict(checkpoint[name])
+        average = checkpoint["average"].items()
+        names = {name: name if name == "n_averaged" else f"module.{name}" for name, _ in average}
+        self.average.load_state_dict({names[name]: value for name, value in average})
+        for name in ("epoch", "step", "global_step", "best"):
+            setattr(self, name, checkpoint[name])
+        # Compute the rates anew, so that more --epochs take effect at once.
+        schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
+        for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
+            group["lr"] = peak * factor(self.global_step)
+
+
+class StopSignal:
+    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
+
+    def __init__(self) -> None:
+        self.received, self.pending = 0, None
+        handle_signals(self._remember)
+        if dist.is_initialized():
+            end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
+
+    def _remember(self, number: int, frame: Any) -> None:
+        self.received = max(self.received, list(SIGNALS).index(number) + 1)
+
+    def agreed(self, wait: bool = False) -> signal.Signals | None:
+        """Return the signal on which all ranks stop now. Call it on every rank.
+
+        The ranks' flags are reduced asynchronously and read one step later, so that no rank
+        waits for another. `wait` reads them at once.
+        """
+        flag = self.received
+        if dist.is_initialized():
+            tensor = torch.tensor(self.received)
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
+            earlier, self.pending = self.pending, (work, tensor)
+            agreed = self.pending if wait else earlier
+            if agreed:
+                agreed[0].wait()
+            flag = int(agreed[1]) if agreed else 0
+        return list(SIGNALS)[flag - 1] if flag else None
+
+
+class Run:
+    """Position, log and end of a run. Create it on every rank; only rank 0 writes files."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        state: State,
+        sampler: GlobalBatchSampler,
+        val_length: int,
+        device: torch.device,
+    ) -> None:
+        self.args, self.state, self.sampler, self.device = args, state, sampler, device
+        self.steps_per_epoch, self.meter = sampler.steps_per_epoch, common.Meter(device)
+        self.files: RunFiles | None = None
+        self.stopping: signal.Signals | None = None
+        self.refused = ""
+        check_agreement(args, sampler.length, val_length, device)
+        if get_rank() == 0:
+            tensors = state.net.state_dict().items()
+            tensors = {name: tensor for name, tensor in tensors if isinstance(tensor, Tensor)}
+            infinite = [name for name in tensors if common.became_non_finite(tensors[name], None)]
+            self.by_design = {name: tensors[name].cpu().clone() for name in infinite}
+
+    def resume(self) -> None:
+        """Open the directory of the run, and load the checkpoint of --resume into the state."""
+        checkpoint = self._on_rank0(self._open)
+        state, epochs = self.state, self.args.epochs
+        if checkpoint:
+            try:
+                state.restore(checkpoint)
+                self.meter.restore(checkpoint["log"])  # the sums since the last log line
+            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
+                raise by_all(f"--resume {self.args.resume}: {problem}") from error
+            done = state.epoch + (state.step == self.steps_per_epoch)
+            later = state.average.n_averaged > common.swa_epochs(epochs, done)
+            if self.args.average == "swa" and later and not self.args.eval_only:
+                state.average.n_averaged.zero_()  # with more --epochs it begins later
+            if attempt():
+                cause = os.environ.get("LAUNCH_FAILURE", "a failure that torchrun describes above")
+                print0(f"restart {attempt()}: {cause}", file=sys.stderr)
+            where = f"at epoch {state.epoch + 1}, step {state.step}"
+            if state.epoch >= epochs:
+                where = f"after all {epochs} epochs; more would go on"
+            print0(f"resumed {where}")
+        if not self.args.eval_only:  # which has nothing to save
+            self.stop = StopSignal()
+
+    def _open(self) -> dict[str, Any] | None:
+        try:
+            self.files = RunFiles(self.args, self.sampler.length)
+        except OSError as error:
+            raise UsageError(f"--output-dir {self.args.output_dir}: {error}") from error
+        self.files.by_design = self.by_design
+        return self.files.checkpoint
+
+    def _on_rank0(self, function: Callable[[], Any]) -> Any:
+        """Return on every rank what the function returns, or raise what it raises, on rank 0."""
+        result = error = None
+        if get_rank() == 0:
+            try:
+                result = function()
+            except UsageError as problem:
+                error = by_all(str(problem))
+            except Stopped as problem:
+                error = problem
+        result, error = broadcast_object((result, error))
+        if error:
+            raise error
+        return result
+
+    def batches(self, loader: DataLoader) -> Iterator[Any]:
+        """Yield the batches that are left of the epoch, on the device."""
+        self.sampler.set_position(self.state.epoch, self.state.step)
+        self.clock, self.lr = time.perf_counter(), self.state.optimizer.param_groups[0]["lr"]
+        self.bar = tqdm(
+            total=self.steps_per_epoch,
+            initial=self.state.step,
+            desc=f"epoch {self.state.epoch + 1}/{self.args.epochs}",
+            leave=False,
+            dynamic_ncols=True,
+            disable=None if get_rank() == 0 else True,  # None: only where somebody watches
+        )
+        for batch in loader:
+            yield common.to_device(batch, self.device)
+        self.bar.close()
+
+    def end_step(self, grad_norm: Tensor) -> None:
+        """Count the step; log, save or stop if it is time. Call it after each optimizer step."""
+        state, args = self.state, self.args
+        state.step += 1
+        state.global_step += 1
+        self.bar.update()
+        ends = state.step == self.steps_per_epoch
+        # Not in every step: to read the count is to wait for the device.
+        look = ends or state.global_step % MAX_SKIPPED_IN_A_ROW == 0
+        if look and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
+            raise Stopped(3, f"diverged: {problem}, seen at step {state.global_step}")
+        if ends or state.global_step % args.log_every == 0:
+            self._log_train(grad_norm)
+        self.lr = state.optimizer.param_groups[0]["lr"]  # with which the next step is made
+        self.stopping = self.stop.agreed()
+        due = args.save_every and state.global_step % args.save_every == 0
+        if not ends and (due or self.stopping):  # at the end of an epoch the script saves
+            self.save("last.pt")
+
+    def _log_train(self, grad_norm: Tensor) -> None:
+        state, means, now = self.state, self.meter.mean(), time.perf_counter()
+        skipped = int(state.scaler.skipped.item())
+        line = {
+            "event": "train",
+            "epoch": state.epoch,
+            "step": state.step,
+            "global_step": state.global_step,
+            "loss": means["loss"],
+            "lr": self.lr,
+            "images_per_s": means["count"] / (now - self.clock),
+            "grad_norm": grad_norm.item(),
+            "skipped": skipped,
+        }
+        self.clock = now
+        self.meter.clear()
+        state.scaler.skipped.zero_()
+        warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
+        speed = f"{line['images_per_s']:.0f} images/s"
+        text = f"loss {line['loss']:.6f}  lr {line['lr']:.5f}  {speed}{warning}"
+        self._log(line, f"step {state.step}/{self.steps_per_epoch}  {text}")
+
+    def log_eval(self, metrics: dict[str, float]) -> None:
+        """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
+        values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
+        epoch = self.state.epoch
+        if self.args.eval_only and self.state.step == 0 < epoch:
+            epoch -= 1  # the checkpoint counts the epoch as done
+        line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
+        self._log(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
+
+    def _log(self, line: dict[str, Any], text: str) -> None:
+        if not self.files:
+            return
+        self.files.write_line(line)
+        if line["event"] == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(text.partition("  ")[2])  # without the step, which it shows
+        else:
+            print(f"epoch {line['epoch'] + 1}/{self.args.epochs}  {text}", flush=True)
+
+    def eval_model(self, loader: DataLoader) -> nn.Module:
+        """Return the network to evaluate: the average of the weights if there is one.
+
+        An SWA average gets BatchNorm statistics of its own, from the epoch's batches, cut as in
+        training. Without --sync-bn rank 0's slices count, as they do in training.
+        """
+        state = self.state
+        if not state.average.n_averaged:
+            return state.net
+        if self.args.average == "swa" and state.step == self.steps_per_epoch:
+            context = common.autocast(self.device, self.args.amp)
+            common.update_bn(state.average.module, self._bn_inputs(loader), context)
+        common.sync_buffers(state.average.module)
+        return state.average.module
+
+    def _bn_inputs(self, loader: DataLoader) -> Iterator[Any]:
+        self.sampler.set_position(self.state.epoch, 0)
+        replicas = getattr(self.args, "replicas", 1)
+        for step, batch in enumerate(loader):
+            batch = common.to_device(batch, self.device)
+            for i, (inputs, _) in enumerate(common.split_batch(batch, self.args.accum_steps)):
+                # Dropout is at work, with other masks than in the training steps.
+                seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())
+                yield common.tree_map(lambda tensor: tensor.chunk(replicas)[0], inputs)
+
+    def end_epoch(self, metrics: dict[str, float]) -> None:
+        """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
+        state, args = self.state, self.args
+        score = next(value for name, value in metrics.items() if name != "loss")
+        self.log_eval(metrics)
+        state.epoch, state.step = state.epoch + 1, 0
+        earlier, names = state.best, []
+        if math.isfinite(score) and (state.best is None or score > state.best):
+            state.best, names = score, ["best.pt"]
+        if args.keep_every and state.epoch % args.keep_every == 0:
+            names.append(f"epoch-{state.epoch:04}.pt")
+        self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
+        self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
+        if self.refused:
+            state.best = earlier  # the score of best.pt
+
+    def save(self, *names: str) -> None:
+        """Write the checkpoint under these names, and stop if a signal has asked for it.
+
+        Call it on every rank: all take part in collecting what rank 0 writes.
+        """
+        sums = self.meter.sums_of_ranks()
+        checkpoint = self.state.checkpoint()
+        if self.files:
+            plain = (int, float, str, list, type(None))
+            config = {name: v for name, v in vars(self.args).items() if isinstance(v, plain)}
+            checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
+            self.refused = self.files.write_checkpoint(checkpoint, names)
+        if self.stopping:
+            refused = broadcast_object(self.refused)
+            step = f"after saving step {self.state.global_step}"
+            if refused:
+                step = f"at step {self.state.global_step}, which was not saved"
+            code = SIGNALS[self.stopping] or int(bool(refused))
+            raise Stopped(code, f"stopped by {self.stopping.name} {step}")
+
+    def finish(self) -> None:
+        """Wait for all ranks, and close the files. Raises Stopped if the last save was refused."""
+        refused = broadcast_object(self.refused)
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 has written its files
+        if self.files:
+            self.files.close()
+        if refused:
+            raise Stopped(1, f"the run is done, but its last state was not saved: {refused}")
+
+
+def by_all(message: str) -> Exception:
+    """Return the error for bad input that every rank raises together."""
+    return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
+
+
+def check_agreement(
+    args: argparse.Namespace, train_length: int, val_length: int, device: torch.device
+) -> None:
+    """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
+
+    With another --batch-size on one node the ranks would hang. With another --seed, code or data
+    set they would go on to a wrong result.
+    """
+    if not dist.is_initialized():
+        return
+    root = Path(__file__).resolve().parent.parent
+    files = sorted([*root.glob("train_*.py"), *root.glob("machinery/*.py")])
+    files += [root / "common.py", root / "sampling.py", Path(args.task)]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    shared = [option for option in OPTIONS if PER_NODE not in option.traits]
+    mine = {option.name: getattr(args, option.key, None) for option in shared}
+    mine |= {"the number of training samples": train_length}
+    mine |= {"the number of evaluation samples": val_length}
+    mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    for name in mine:
+        values: dict[str, list[str]] = {}
+        for rank, theirs in enumerate(ranks):
+            values.setdefault(str(theirs.get(name, "unknown")), []).append(str(rank))
+        if len(values) > 1:
+            found = [f"{value} on rank {', '.join(who[:8])}" for value, who in values.items()]
+            raise by_all(f"{name} is {', but '.join(found)}; all nodes need the same")

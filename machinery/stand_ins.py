@@ -1,0 +1,135 @@
+"""What torch has for accelerators only, done on the CPU, so that tests prove it on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.func import functional_call
+
+from common import autocast, batch_norms, tree_map
+from sampling import seed_generators
+
+
+class WithLoss(nn.Module):
+    """The network with its per-sample loss, so that each replica computes its own losses.
+
+    Otherwise all outputs are gathered on the first device: it would need more memory than the
+    others, and compute every loss.
+    """
+
+    def __init__(
+        self, net: nn.Module, per_sample_loss: Callable, device: torch.device, amp: str
+    ) -> None:
+        super().__init__()
+        self.net, self.per_sample_loss, self.device, self.amp = net, per_sample_loss, device, amp
+
+    def forward(self, inputs: Any, targets: Any) -> Tensor:
+        with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
+            return self.per_sample_loss(self.net(inputs), targets)
+
+
+class DataParallel(nn.DataParallel):
+    """`nn.DataParallel` over the accelerators, or over N replicas on the CPU.
+
+    On the CPU torch itself would run one replica; here the four device steps are replaced by
+    copies of what they do. Each replica has its own random stream, replica r that of rank r of a
+    DDP run: seeded alike, all replicas would drop the same units.
+    """
+
+    def __init__(self, module: nn.Module, replicas: int, device: torch.device) -> None:
+        self.on_cpu = device.type == "cpu"
+        if not self.on_cpu:
+            super().__init__(module, range(replicas))
+            return
+        nn.Module.__init__(self)
+        self.module, self.dim, self.device_ids = module, 0, list(range(replicas))
+        self.output_device = self.src_device_obj = device
+
+    def scatter(self, inputs: tuple, kwargs: dict[str, Any], device_ids: list[int]) -> tuple:
+        if not self.on_cpu:
+            return super().scatter(inputs, kwargs, device_ids)
+        counts: list[int] = []
+        tree_map(lambda tensor: counts.append(len(tensor.chunk(len(device_ids)))), inputs)
+        pieces = [
+            tree_map(lambda tensor, r=r: tensor.chunk(len(device_ids))[r], inputs)
+            for r in range(counts[0])
+        ]
+        return tuple(pieces), tuple({} for _ in pieces)
+
+    def replicate(self, module: nn.Module, device_ids: list[int]) -> list:
+        """Share the parameters: gradients add up in them. Replica 0 updates the buffers."""
+        if not self.on_cpu:
+            return super().replicate(module, device_ids)
+        buffers = dict(module.named_buffers())
+        copies = [{name: b.clone() for name, b in buffers.items()} for _ in device_ids[1:]]
+        return [buffers, *copies]
+
+    def parallel_apply(self, replicas: list, inputs: tuple, kwargs: tuple) -> list:
+        seed = torch.initial_seed()
+        if not self.on_cpu:
+            accelerator = torch.get_device_module(self.src_device_obj)
+            for r, index in enumerate(self.device_ids):
+                with accelerator.device(index):
+                    accelerator.manual_seed(seed + r)
+            return super().parallel_apply(replicas, inputs, kwargs)
+        outputs = []
+        for r, (buffers, piece) in enumerate(zip(replicas, inputs)):
+            seed_generators(seed + r)
+            outputs.append(functional_call(self.module, buffers, piece))
+        return outputs
+
+    def gather(self, outputs: list, output_device: Any) -> Any:
+        return torch.cat(outputs) if self.on_cpu else super().gather(outputs, output_device)
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """`nn.SyncBatchNorm` for CPU tensors: statistics over the global batch, [n, C, ...].
+
+    n may differ between ranks. Source: Ioffe and Szegedy, arXiv:1502.03167, over all ranks.
+    """
+
+    def _check_input_dim(self, value: Tensor) -> None:
+        if value.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {value.dim()}")
+
+    def forward(self, value: Tensor) -> Tensor:
+        self._check_input_dim(value)
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+            return super().forward(value)
+        dims = [0, *range(2, value.dim())]
+        shape = [1, -1] + [1] * (value.dim() - 2)
+        given = value.dtype
+        value = value.to(torch.promote_types(given, torch.float32))  # sums overflow in half
+        count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
+        total = all_reduce(torch.cat([value.sum(dims), count]))  # differentiable
+        mean, n = total[:-1] / total[-1], total[-1].item()
+        centred = value - mean.view(shape)
+        variance = all_reduce(centred.square().sum(dims)) / n
+        if self.track_running_stats:
+            self._track(mean.detach(), variance.detach() * (n / (n - 1)))  # unbiased
+        normalised = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.affine:
+            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
+        return normalised.to(given)
+
+    def _track(self, mean: Tensor, variance: Tensor) -> None:
+        self.num_batches_tracked += 1
+        factor = self.momentum
+        if factor is None:
+            factor = 1 / self.num_batches_tracked.item()
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+
+
+def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
+    """Return the network with every BatchNorm synchronised over the ranks, under the same names."""
+    if device.type != "cpu":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    for norm in batch_norms(net):
+        norm.__class__ = SyncBatchNorm  # the same parameters and settings, another forward
+    return net

@@ -1,0 +1,92 @@
+"""Load the file of --task, and name it in whatever it raises."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from common import UsageError, freeze, load_weights, read_tensors
+
+
+class Task(NamedTuple):
+    """The four functions of a task; task.py says what each returns."""
+
+    build_datasets: Callable[[argparse.Namespace], tuple[Dataset, Dataset]]
+    build_model: Callable[[argparse.Namespace], nn.Module]
+    per_sample_loss: Callable[[Any, Any], Tensor]
+    per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
+
+
+@contextlib.contextmanager
+def blame(where: str, path: str | None = None) -> Iterator[None]:
+    """Turn whatever the block raises into a UsageError that begins with `where`.
+
+    `path` is the file whose line number helps.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(frame.filename, frame.lineno) for frame in frames]
+        if isinstance(error, SyntaxError):
+            places.append((error.filename, error.lineno))
+        same = os.path.realpath(path or "")
+        lines = [line for name, line in places if path and name and os.path.realpath(name) == same]
+        line = f", line {lines[-1]}" if lines else ""
+        raise UsageError(f"{where}{line}: {type(error).__name__}: {error}") from error
+
+
+def load_task(args: argparse.Namespace) -> Task:
+    """Load --task. Keyword-only parameters of loss and metrics get the options that they name."""
+    path = Path(args.task)
+    with blame(f"--task {path}", str(path)):
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
+        beside = folder == str(Path(__file__).resolve().parent.parent)
+        name = path.stem if beside else f"task_{path.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    functions = [getattr(module, name, None) for name in Task._fields]
+    if missing := [name for name, found in zip(Task._fields, functions) if not callable(found)]:
+        wanted = ", ".join(Task._fields)
+        raise UsageError(f"--task {path} must define {wanted}; missing: {', '.join(missing)}")
+    return Task(*functions[:2], *(fill_in(path, function, args) for function in functions[2:]))
+
+
+def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callable:
+    """Bind the options that a function names as keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if unknown := [name for name in names if not hasattr(args, name)]:
+        asked = f"{function.__name__} asks for {', '.join(unknown)}"
+        raise UsageError(f"--task {path}: {asked}, which is no option")
+    return functools.partial(function, **{name: getattr(args, name) for name in names})
+
+
+def build_net(args: argparse.Namespace, task: Task, device: torch.device) -> nn.Module:
+    """Return the task's model on the device, from --seed or --weights, with --freeze applied."""
+    torch.manual_seed(args.seed)
+    net = task.build_model(args).to(getattr(torch, args.dtype))
+    if args.weights not in (None, "default"):  # only the task knows the default ones
+        weights = read_tensors(args.weights, old=True)
+        load_weights(net, weights, f"--weights {args.weights}")
+    freeze(net, args.freeze)
+    memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
+    return net.to(device, memory_format=memory_format)

@@ -1,0 +1,338 @@
+"""Which samples a rank gets, in which order, and how they are augmented.
+
+All of it is a pure function of the seed: no mode, world size or interruption matters. This file
+imports one exception from common.py and nothing else of the project, so that you can copy it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import multiprocessing.util
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from common import UsageError
+
+# ----------------------------------------------------------------------------------- random numbers
+
+
+def splitmix64(*parts: Any) -> Any:
+    """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits.
+
+    Source: G. Steele, D. Lea, C. Flood: Fast splittable pseudorandom number generators, 2014.
+    """
+    bits, mask = 0, 2**64 - 1
+    for part in parts:
+        bits = ((bits ^ part) + 0x9E3779B97F4A7C15) & mask
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+        bits = bits ^ (bits >> 31)
+    return bits
+
+
+def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
+    """Return float64 [len(indices), draws] in [0, 1): row i is a function of (seed, epoch, i)."""
+    keys = np.asarray(indices).astype(np.uint64)[:, None]
+    columns = np.arange(draws, dtype=np.uint64)[None, :]
+    bits = splitmix64(splitmix64(seed, epoch), keys, columns)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def seed_generators(bits: int) -> None:
+    """Seed the generators that torch, Python and numpy have on the CPU."""
+    torch.default_generator.manual_seed(bits)
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
+
+
+def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
+    """Seed all generators for one forward.
+
+    Dropout masks then differ between steps and ranks, and repeat after a resume.
+    """
+    bits = splitmix64(seed, step, micro_batch) % 2**63 + rank
+    seed_generators(bits)  # torch.manual_seed would also record a stack trace in every step
+    if accelerator := _accelerator():
+        accelerator.manual_seed(bits)
+
+
+def seed_evaluation(seed: int, i: int) -> None:
+    """Seed all generators for this rank's i-th batch of an evaluation.
+
+    The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
+    same batches at every world size, so a task draws the same numbers in every mode.
+    """
+    initialized = dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if initialized else (0, 1)
+    seed_rng(seed, -1, i * world_size + rank)  # no training step has this number
+
+
+@functools.cache
+def _accelerator() -> Any:
+    return torch.get_device_module() if torch.accelerator.is_available() else None
+
+
+# ----------------------------------------------------------------------------------------- samplers
+
+
+class GlobalBatchSampler(Sampler):
+    """One permutation per epoch, cut into global batches; this rank takes its slice of each.
+
+    Yields (epoch, indices). Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged
+    tail is dropped, so an epoch has length // B steps at any world size.
+
+    With accumulation each micro-batch is cut among the ranks: together they hold the micro-batch
+    of a single device. `balanced` draws an epoch with replacement instead, each class of
+    `dataset.targets` equally often on average. `set_position` names the epoch and the step to
+    start at: what a resumed run skips is never loaded.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        seed: int,
+        accum_steps: int = 1,
+        balanced: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.length = length = len(dataset)
+        if batch_size > length:
+            problem = (
+                f"--batch-size {batch_size} is larger than the training set ({length} samples)"
+            )
+            raise UsageError(f"{problem}: an epoch would be empty")
+        self.batch_size, self.seed, self.accum_steps = batch_size, seed, accum_steps
+        self.rank, self.world_size = rank, world_size
+        self.steps_per_epoch = length // batch_size
+        self.epoch = self.step = 0
+        self.balanced = balanced
+        if balanced:
+            classes = class_numbers(dataset)
+            self.by_class, self.sizes = classes.argsort(stable=True), classes.bincount()
+
+    def set_position(self, epoch: int, step: int) -> None:
+        self.epoch, self.step = epoch, step
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch - self.step
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        order = self._order(torch.Generator().manual_seed(splitmix64(self.seed, self.epoch)))
+        for step in range(self.step, self.steps_per_epoch):
+            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            micro_batches = batch.tensor_split(self.accum_steps)
+            slices = [m.tensor_split(self.world_size)[self.rank] for m in micro_batches]
+            yield self.epoch, torch.cat(slices).tolist()
+
+    def _order(self, generator: torch.Generator) -> Tensor:
+        if not self.balanced:
+            return torch.randperm(self.length, generator=generator)
+        drawn = torch.randint(len(self.sizes), (self.length,), generator=generator)
+        uniform = torch.rand(self.length, generator=generator, dtype=torch.float64)
+        first = self.sizes.cumsum(0) - self.sizes
+        return self.by_class[first[drawn] + (uniform * self.sizes[drawn]).long()]
+
+
+def class_numbers(dataset: Dataset) -> Tensor:
+    """Return int64 [len(dataset)]: the class of each sample, numbered from 0, from `targets`.
+
+    Raises UsageError if the data set has no list with one number or text per sample.
+    """
+    try:
+        targets = dataset.targets
+        if not isinstance(targets, (Tensor, np.ndarray)):
+            targets = [t.item() if isinstance(t, Tensor) else t for t in targets]
+        targets = np.asarray(targets)
+        if targets.shape != (len(dataset),):
+            raise ValueError(f"{list(targets.shape)} targets for {len(dataset)} samples")
+        return torch.from_numpy(np.unique(targets, return_inverse=True)[1])
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        wanted = "a training set with `targets`, one number or text per sample, its class"
+        raise UsageError(f"--balanced needs {wanted} ({type(error).__name__}: {error})") from error
+
+
+class ShardSampler(Sampler):
+    """The evaluation set in batches, of which this rank takes every world_size-th.
+
+    Yields (0, indices). All ranks together see every sample exactly once: nothing is padded. The
+    batches are the same at every world size. A batch has at most an eighth of the set, so that
+    eight ranks have something to do.
+    """
+
+    def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        if length == 0:
+            raise UsageError("the evaluation set is empty")
+        self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
+        self.starts = range(0, length, self.batch_size)[rank::world_size]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for start in self.starts:
+            yield 0, list(range(start, min(start + self.batch_size, self.length)))
+
+
+# --------------------------------------------------------------------------------- fetching batches
+
+
+def datasets_with_epochs(dataset: Any) -> list[Any]:
+    """Return the data sets with `set_epoch`: `dataset` itself and those that it wraps.
+
+    A wrapper, such as torch's Subset, would hide the method.
+    """
+    found, waiting, seen = [], [dataset], set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if hasattr(one, "set_epoch"):
+            found.append(one)
+        for value in getattr(one, "__dict__", {}).values():
+            waiting += _like_datasets(value)
+    return found
+
+
+def _like_datasets(value: Any) -> list[Any]:
+    """Return what may be a data set in `value`: itself, or members of a short collection."""
+    if isinstance(value, (list, tuple, dict)):
+        inner = value.values() if isinstance(value, dict) else value
+        short = len(value) <= 100  # a longer one holds samples
+        return [found for one in inner for found in _like_datasets(one)] if short else []
+    like = hasattr(value, "__getitem__") and hasattr(value, "__dict__")
+    return [value] if like and not isinstance(value, (Tensor, type)) else []
+
+
+class KeyedDataset(Dataset):
+    """Fetches the batches that the samplers name; all randomness is keyed by the sample.
+
+    A data set with `set_epoch` and `__getitems__` returns a ready batch itself. For any other,
+    the generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
+    sample that raises OSError is named; with `skip_corrupt` the next readable one replaces it.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, skip_corrupt: bool = False) -> None:
+        self.dataset, self.seed, self.skip_corrupt = dataset, seed, skip_corrupt
+        # Ask the class: an instance may pass unknown names on to the data set that it wraps.
+        whole = hasattr(type(dataset), "__getitems__")
+        self.whole_batches = whole and hasattr(dataset, "set_epoch")
+        self.with_epochs = datasets_with_epochs(dataset)
+
+    def __getitems__(self, key: tuple[int, list[int]]) -> Any:
+        epoch, indices = key
+        for dataset in self.with_epochs:
+            if getattr(dataset, "_epoch_told", None) != epoch:
+                seed_generators(splitmix64(self.seed, epoch))
+                dataset.set_epoch(epoch)
+                with contextlib.suppress(AttributeError):  # of a class with __slots__
+                    dataset._epoch_told = epoch
+        if not self.whole_batches:
+            read = functools.partial(self._sample, epoch)
+            return default_collate([self._first_readable(read, index)[1] for index in indices])
+        try:
+            return self.dataset.__getitems__(indices)
+        except OSError:
+            read = lambda index: self.dataset.__getitems__([index])  # noqa: E731
+            return self.dataset.__getitems__([self._first_readable(read, i)[0] for i in indices])
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_generators(splitmix64(self.seed, epoch, index))
+        return self.dataset[index]
+
+    def _first_readable(self, read: Callable[[int], Any], first: int) -> tuple[int, Any]:
+        for index in (*range(first, len(self.dataset)), *range(first)):
+            try:
+                return index, read(index)
+            except OSError as error:
+                problem = f"sample {index} cannot be read: {error}"
+                if not self.skip_corrupt:
+                    advice = "--skip-corrupt takes the next one in its place"
+                    raise RuntimeError(f"{problem}; {advice}") from None
+            print(f"{problem}; the next one takes its place", file=sys.stderr, flush=True)
+        raise RuntimeError("no sample can be read")
+
+
+def build_loader(
+    dataset: Dataset,
+    sampler: Sampler,
+    device: torch.device,
+    seed: int,
+    workers: int | None = None,
+    skip_corrupt: bool = False,
+) -> DataLoader:
+    """Return a loader of the sampler's batches.
+
+    Its workers live as long as it does. They start here, before this process connects to other
+    ranks: a fork copies the locks that other threads hold, but not the threads.
+    """
+    if workers is None:
+        in_memory = getattr(dataset, "in_memory", False)
+        workers = 0 if in_memory else min(8, torch.get_num_threads())
+    options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
+    if workers:
+        options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
+        options |= {"worker_init_fn": _leave_signals_to_parent}
+        sampler = _Late(sampler)
+    keyed = KeyedDataset(dataset, seed, skip_corrupt)
+    loader = DataLoader(
+        keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, **options
+    )
+    if workers:
+        processes = iter(loader)._workers
+        # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
+        multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
+        sampler.begun = True
+    return loader
+
+
+class _Late(Sampler):
+    """Yields nothing until `begun`: the workers start before it is known what to load."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.begun = sampler, False
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler) if self.begun else iter(())
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Let the rank answer the signals that stop a run, and end with it.
+
+    A worker that outlives its rank would hold the lock on the run's directory.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the system send this signal when the parent dies. Source: man 2 prctl."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def _kill(processes: list[multiprocessing.Process]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
+    for process in processes:
+        process.kill()
