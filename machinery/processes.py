@@ -69,8 +69,6 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
                 return main(*arguments, **options)
         finally:
             at_end.close()
-            os.environ.clear()
-            os.environ.update(environment)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             random.setstate(python)
             np.random.set_state(numpy)
@@ -78,6 +76,8 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             torch.backends.cudnn.benchmark = benchmark
             torch.set_float32_matmul_precision(precision)
+            os.environ.clear()  # last: torch sets variables too
+            os.environ.update(environment)
 
     return wrapper
 

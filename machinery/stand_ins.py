@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.func import functional_call
 
 from common import autocast, batch_norms, tree_map
@@ -87,6 +86,23 @@ class DataParallel(nn.DataParallel):
         return torch.cat(outputs) if self.on_cpu else super().gather(outputs, output_device)
 
 
+class AllReduceSum(torch.autograd.Function):
+    """Sum over all ranks, and sum the gradient too: each rank's loss depends on each rank's input.
+
+    torch's own differentiable all-reduce is deprecated, and its successor is private.
+    """
+
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return AllReduceSum.forward(context, gradient)
+
+
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """`nn.SyncBatchNorm` for CPU tensors: statistics over the global batch, [n, C, ...].
 
@@ -106,10 +122,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         given = value.dtype
         value = value.to(torch.promote_types(given, torch.float32))  # sums overflow in half
         count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
-        total = all_reduce(torch.cat([value.sum(dims), count]))  # differentiable
+        total = AllReduceSum.apply(torch.cat([value.sum(dims), count]))
         mean, n = total[:-1] / total[-1], total[-1].item()
         centred = value - mean.view(shape)
-        variance = all_reduce(centred.square().sum(dims)) / n
+        variance = AllReduceSum.apply(centred.square().sum(dims)) / n
         if self.track_running_stats:
             self._track(mean.detach(), variance.detach() * (n / (n - 1)))  # unbiased
         normalised = centred * torch.rsqrt(variance + self.eps).view(shape)

@@ -283,15 +283,15 @@ mutant("replicas: cut otherwise than torch does", "machinery/stand_ins",
 mutant("replicas: first outputs twice", "machinery/stand_ins", "torch.cat(outputs)",
        "torch.cat([outputs[0], *outputs[:-1]])", f"{EQUAL}[dp-2-1]")
 mutant("sync-bn: no gradient through the mean", "machinery/stand_ins",
-       "all_reduce(torch.cat([value.sum(dims), count]))",
-       "all_reduce(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[1d-default-2]")
+       "AllReduceSum.apply(torch.cat([value.sum(dims), count]))",
+       "AllReduceSum.apply(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[1d-default-2]")
 mutant("sync-bn: no gradient through the variance", "machinery/stand_ins",
-       "all_reduce(centred.square().sum(dims))", "all_reduce(centred.square().sum(dims).detach())",
+       "AllReduceSum.apply(centred.square().sum(dims))", "AllReduceSum.apply(centred.square().sum(dims).detach())",
        f"{SYNC_BN}[1d-default-2]")
 mutant("sync-bn: biased running variance", "machinery/stand_ins",
        "variance.detach() * (n / (n - 1))", "variance.detach()", f"{SYNC_BN}[1d-default-2]")
 mutant("sync-bn: variance of the rank alone", "machinery/stand_ins",
-       "all_reduce(centred.square().sum(dims)) / n", "centred.square().mean(dims)",
+       "AllReduceSum.apply(centred.square().sum(dims)) / n", "centred.square().mean(dims)",
        f"{SYNC_BN}[1d-default-2]")
 mutant("sync-bn: mean of the ranks' means", "machinery/stand_ins", "torch.cat([value.sum(dims), count])",
        "torch.cat([value.mean(dims), torch.ones_like(count)])", f"{SYNC_BN}[1d-default-2]")
