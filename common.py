@@ -465,8 +465,8 @@ class WeightAverage(AveragedModel):
     """
 
     def __init__(self, kind: str, net: nn.Module, epochs: int, decay: float = 0.99) -> None:
-        self_average = get_ema_multi_avg_fn(decay) if kind == "ema" else None
-        super().__init__(net, multi_avg_fn=self_average)
+        fading = get_ema_multi_avg_fn(decay) if kind == "ema" else None  # None: the mean
+        super().__init__(net, multi_avg_fn=fading)
         self.kind, self.epochs, self.decay = kind, epochs, decay
         norms = batch_norms(self.module) if kind == "ema" else []
         statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]

@@ -244,11 +244,11 @@ class KeyedDataset(Dataset):
         if not self.whole_batches:
             read = functools.partial(self._sample, epoch)
             return default_collate([self._first_readable(read, index)[1] for index in indices])
+        fetch = self.dataset.__getitems__
         try:
-            return self.dataset.__getitems__(indices)
+            return fetch(indices)
         except OSError:
-            read = lambda index: self.dataset.__getitems__([index])  # noqa: E731
-            return self.dataset.__getitems__([self._first_readable(read, i)[0] for i in indices])
+            return fetch([self._first_readable(lambda i: fetch([i]), i)[0] for i in indices])
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_generators(splitmix64(self.seed, epoch, index))
@@ -286,7 +286,7 @@ def build_loader(
     options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
-        options |= {"worker_init_fn": _leave_signals_to_parent}
+        options |= {"worker_init_fn": leave_signals_to_parent}
         sampler = _Late(sampler)
     keyed = KeyedDataset(dataset, seed, skip_corrupt)
     loader = DataLoader(
@@ -317,17 +317,17 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_parent(worker: int) -> None:
-    """Let the rank answer the signals that stop a run, and end with it.
+def leave_signals_to_parent(*_: int) -> None:
+    """Ignore the signals that stop a run, and end with the process that started this one.
 
-    A worker that outlives its rank would hold the lock on the run's directory.
+    A loader worker that outlives its rank would hold the lock on the run's directory.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+    end_with_parent(signal.SIGKILL)
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> None:
+def end_with_parent(number: int) -> None:
     """Have the system send this signal when the parent dies. Source: man 2 prctl."""
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 

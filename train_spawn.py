@@ -98,9 +98,9 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 
     model = DistributedDataParallel(
         net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
-    )
-    common.compress_gradients(model, args.grad_compress, scaler)
-    common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)
+    )  # averages the gradients of all ranks during the backward
+    common.compress_gradients(model, args.grad_compress, scaler)  # for slow networks
+    common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)  # for exact resume
     if args.compile:
         model.compile()
 

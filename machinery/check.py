@@ -26,10 +26,10 @@ from common import (
     tree_map,
 )
 from machinery.files import find_checkpoint
-from machinery.processes import leave_signals_to_parent, resolve_device_type
+from machinery.processes import resolve_device_type
 from machinery.rendezvous import check_address
 from machinery.tasks import Task, blame, load_task
-from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler
+from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, leave_signals_to_parent
 
 RESERVED = {"loss", "count", "event", "epoch", "global_step"}  # in a line of metrics.jsonl
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
 from machinery.options import EVALUATED, MAY_CHANGE, keys
@@ -105,13 +105,16 @@ def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Pa
 class RunFiles:
     """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
 
-    `checkpoint` is the one of --resume, or None. Raises UsageError if the run cannot go on.
+    `checkpoint` is the one of --resume, or None. `net` is as it was built: a NaN or an infinity
+    in it is meant. Raises UsageError if the run cannot go on.
     """
 
-    def __init__(self, args: argparse.Namespace, samples: int) -> None:
+    def __init__(self, args: argparse.Namespace, samples: int, net: nn.Module) -> None:
         self.directory = output_directory(args)
-        self.writer = self.checkpoint = None
-        self.by_design: dict[str, Tensor] = {}
+        self.writer = None
+        tensors = {n: v for n, v in net.state_dict().items() if isinstance(v, Tensor)}
+        infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
+        self.by_design = {name: tensors[name].cpu().clone() for name in infinite}
         last = self.directory / "last.pt"
         before = last.exists() and last.stat().st_mtime_ns
         path, checkpoint = find_checkpoint(args, samples)  # before anything is written

@@ -31,16 +31,9 @@ import torch.multiprocessing as mp
 from machinery.check import check_run
 from machinery.files import output_directory
 from machinery.options import parse_args
-from machinery.processes import (
-    FAILED,
-    LOST,
-    SIGNALS,
-    end_with_parent,
-    handle_signals,
-    run_main,
-    tell,
-)
+from machinery.processes import FAILED, LOST, SIGNALS, handle_signals, run_main, tell
 from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
+from sampling import end_with_parent
 
 RESTARTS = 3  # after a failure, on one machine; several would have to agree on them
 GRACE = 10  # seconds that the other ranks have after a failure: they may hang

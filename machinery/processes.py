@@ -92,18 +92,6 @@ def handle_signals(handler: Callable[[int, Any], None]) -> None:
         at_end.callback(signal.signal, number, signal.SIG_DFL if before is None else before)
 
 
-def leave_signals_to_parent() -> None:
-    """Ignore the signals that stop a run, and end with the process that started this one."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
-
-
-def end_with_parent(number: int) -> None:
-    """Have the system send this signal when the parent dies. Source: man 2 prctl."""
-    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-
-
 # --------------------------------------------------------------------------------------- device
 
 

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from common import UsageError
-from machinery.processes import attempt, end_with_parent
+from machinery.processes import attempt
+from sampling import end_with_parent
 
 
 def ranks_from_env() -> tuple[int, int, int]:

@@ -25,8 +25,8 @@ import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.files import RunFiles
 from machinery.options import OPTIONS, PER_NODE
-from machinery.processes import SIGNALS, Stopped, attempt, end_with_parent, handle_signals
-from sampling import GlobalBatchSampler, seed_rng
+from machinery.processes import SIGNALS, Stopped, attempt, handle_signals
+from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
 tqdm.set_lock(threading.RLock())  # its own one is for several processes, and would be left behind
 
@@ -126,11 +126,6 @@ class Run:
         self.stopping: signal.Signals | None = None
         self.refused = ""
         check_agreement(args, sampler.length, val_length, device)
-        if get_rank() == 0:
-            tensors = state.net.state_dict().items()
-            tensors = {name: tensor for name, tensor in tensors if isinstance(tensor, Tensor)}
-            infinite = [name for name in tensors if common.became_non_finite(tensors[name], None)]
-            self.by_design = {name: tensors[name].cpu().clone() for name in infinite}
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
@@ -159,10 +154,9 @@ class Run:
 
     def _open(self) -> dict[str, Any] | None:
         try:
-            self.files = RunFiles(self.args, self.sampler.length)
+            self.files = RunFiles(self.args, self.sampler.length, self.state.net)
         except OSError as error:
             raise UsageError(f"--output-dir {self.args.output_dir}: {error}") from error
-        self.files.by_design = self.by_design
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:

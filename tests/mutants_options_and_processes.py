@@ -416,8 +416,8 @@ mutant("images: decoded one by one", "task", "step = 16 if self.small else 1", "
 mutant("images: a whole batch of photographs in memory", "task", "16 if self.small else 1", "16", JPEGS)
 mutant("images: one of another kind ends the run", "task", "(Exception):  # one is no", "(KeyError):  #", JPEGS)
 mutant("data: a broken image in a batch ends the run", "sampling",
-       "        except OSError:\n            read = lambda",
-       "        except KeyError:\n            read = lambda",
+       "        except OSError:\n            return fetch(",
+       "        except KeyError:\n            return fetch(",
        f"{NEW}broken_image_is_named_or_replaced_in_a_whole_batch_too")
 mutant("tensorboard: left open", "machinery/files", "            self.writer.close()\n", "            pass\n",
        f"{NEW}tensorboard_shows_what_the_log_says[single-1]")
@@ -531,8 +531,8 @@ mutant("save: the other ranks end well", "machinery/run",
        f"{ODD}ranks_of_a_run_that_could_not_be_saved_end_alike")
 mutant("save: a refused score is the best", "machinery/run", "state.best = earlier", "pass",
        f"{ODD}refused_save_does_not_raise_the_best_score")
-mutant("ema: all buffers averaged", "common", "super().__init__(net, multi_avg_fn=self_average)",
-       "super().__init__(net, multi_avg_fn=self_average, use_buffers=True)",
+mutant("ema: all buffers averaged", "common", "super().__init__(net, multi_avg_fn=fading)",
+       "super().__init__(net, multi_avg_fn=fading, use_buffers=True)",
        f"{ODD}ema_averages_parameters_and_statistics_and_copies_the_rest")
 mutant("ema: the variance is a copy", "common", "for buffer in (norm.running_mean, norm.running_var)", "for buffer in (norm.running_mean,)",
        f"{ODD}ema_averages_parameters_and_statistics_and_copies_the_rest")

@@ -569,9 +569,7 @@ def kill_own_group():
 
 def terminate_group_with_plain_workers(rank):
     multiprocessing.set_start_method("fork", force=True)
-    sampling._leave_signals_to_parent = lambda worker: (
-        None
-    )  # as DataLoader's workers are by default
+    sampling.leave_signals_to_parent = lambda worker: None  # as DataLoader's workers are by default
     os.setsid()
 
     def stop():
