@@ -54,8 +54,8 @@ fi
 
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
-  equivalence | mutants | faults | fuzz) cd -- "$here" && exec "$python" "tests/$mode.py" "$@" ;;
-  plot | bench) exec "$python" "$here/$mode.py" "$@" ;;
+  equivalence | mutants | faults | fuzz) cd -- "$here" && exec "$python" "tools/$mode.py" "$@" ;;
+  plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
 esac
 
 for option; do

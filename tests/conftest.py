@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "tasks")]
+ROOT = TESTS.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(TESTS), str(TESTS / "tasks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)

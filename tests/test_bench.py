@@ -1,4 +1,4 @@
-"""bench.py: its formulas, what it counts, and a real run of it."""
+"""tools/bench.py: its formulas, what it counts, and a real run of it."""
 
 import getpass
 import json
@@ -9,12 +9,12 @@ import sys
 import time
 from argparse import Namespace
 
+import bench
 import pytest
 import torch
 from harness import ROOT, make_args, optimizer_of
 from launches import marked, wait_for_end
 
-import bench
 import common
 import machinery.processes
 import machinery.tasks
@@ -22,7 +22,7 @@ import task
 
 
 def run_bench(*arguments, cwd, **environment):
-    command = [sys.executable, str(ROOT / "bench.py"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tools" / "bench.py"), *map(str, arguments)]
     return subprocess.run(
         command,
         cwd=cwd,

@@ -1,14 +1,14 @@
-"""How bench.py sums up its turns: medians, ratios, ranges, bytes and predictions."""
+"""How tools/bench.py sums up its turns: medians, ratios, ranges, bytes and predictions."""
 
 import itertools
 import json
 from argparse import Namespace
 
+import bench
 import pytest
 import torch
 from harness import make_args, optimizer_of
 
-import bench
 import machinery.processes
 import machinery.tasks
 from machinery.processes import FAILED, LOST

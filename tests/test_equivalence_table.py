@@ -1,4 +1,4 @@
-"""tests/equivalence.py notices: a run that is broken on purpose is a red cell and exit code 1, and the table has what it promises."""
+"""tools/equivalence.py notices: a run that is broken on purpose is a red cell and exit code 1, and the table has what it promises."""
 
 import json
 

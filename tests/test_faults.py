@@ -1,4 +1,4 @@
-"""The faults of tests/faults.py in short, without the start of a launch, and that the campaign itself notices what it should.
+"""The faults of tools/faults.py in short, without the start of a launch, and that the campaign itself notices what it should.
 
 | fault | its short form |
 |---|---|

@@ -1,4 +1,4 @@
-"""tests/mutants.py cannot rot silently: each of its faults applies once, and its tests exist."""
+"""tools/mutants.py cannot rot silently: each of its faults applies once, and its tests exist."""
 
 import ast
 import functools

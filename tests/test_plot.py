@@ -1,13 +1,12 @@
-"""plot.py shows what metrics.jsonl says."""
+"""tools/plot.py shows what metrics.jsonl says."""
 
 import json
 import subprocess
 import sys
 
+import plot
 import pytest
 from harness import ROOT
-
-import plot
 
 
 def write_run(folder, slope):
@@ -88,7 +87,10 @@ def test_a_folder_without_a_run_is_named(content, words, tmp_path):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     finished = subprocess.run(
-        [sys.executable, ROOT / "plot.py", tmp_path], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, ROOT / "tools" / "plot.py", tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert (
         finished.returncode == 2

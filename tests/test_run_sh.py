@@ -54,7 +54,9 @@ def test_all_modes_print_the_same_evaluation_lines_in_float64(tmp_path):
     """
     copy, task = tmp_path / """-my "copy" of $HOME's""", Path("-tasks", "it's $(touch owned).py")
     shutil.copytree(
-        ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "tests", "runs", "__pycache__")
+        ROOT,
+        copy,
+        ignore=shutil.ignore_patterns(".git", ".venv", "tests", "tools", "runs", "__pycache__"),
     )
     (tmp_path / task).parent.mkdir()
     (tmp_path / task).write_text("from options import *\n")

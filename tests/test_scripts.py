@@ -4,30 +4,21 @@ And sizes as the design says, and a README that is not stale.
 """
 
 import ast
-import difflib
 import re
 import subprocess
 import sys
 
 import pytest
+import readme
 from harness import ROOT
+from readme import DIFFS, SCRIPTS, changed_lines
 
 import machinery.options
 
-SCRIPTS = {
-    mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")
-}
-BUDGETS = {("single", "ddp"): 35, ("single", "dp"): 20, ("ddp", "spawn"): 30}
-OWN_LINES = 3783  # of the project's own Python: tests, the bench and the plot are beside it
+BUDGETS = dict(zip(DIFFS, (35, 20, 30)))
+OWN_LINES = 3783  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
-
-
-def changed_lines(old, new):
-    lines = difflib.unified_diff(
-        SCRIPTS[old].splitlines(), SCRIPTS[new].splitlines(), n=0, lineterm=""
-    )
-    return [line for line in list(lines)[2:] if not line.startswith("@@")]
 
 
 @pytest.mark.parametrize(("old", "new"), BUDGETS)
@@ -85,8 +76,7 @@ def test_task_knows_nothing_of_devices():
 
 
 def test_own_python_stays_small():
-    beside = {"bench.py", "plot.py"}
-    assert {path.name for path in ROOT.glob("*.py")} <= {path.name for path in PROGRAMS} | beside
+    assert set(ROOT.glob("*.py")) <= set(PROGRAMS)
     assert sum(len(path.read_text().splitlines()) for path in PROGRAMS) <= OWN_LINES
 
 
@@ -439,13 +429,11 @@ def test_readme_and_requirements_name_the_same_oldest_versions():
 
 @pytest.mark.release
 def test_readme_shows_the_equivalence_of_the_code_as_it_is():
-    import readme
-
     (block,) = re.findall(r"<!-- equivalence -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
     cells, code = re.search(r"(\d+) cells, none above its bound.* code (\w+)\.", block).groups()
     assert int(cells) >= 150
     assert code == readme.code_digest(), (
-        "stale: bash run.sh equivalence --json FILE.json && python tests/readme.py FILE.json"
+        "stale: bash run.sh equivalence --json FILE.json && python tools/readme.py FILE.json"
     )
 
 

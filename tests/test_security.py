@@ -200,10 +200,17 @@ def dangers(source):
     return found
 
 
+TOOLS = ROOT / "tools"
 PROGRAMS = sorted(
-    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py")]
+    str(path.relative_to(ROOT))
+    for path in [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("machinery/*.py"),
+        TOOLS / "bench.py",
+        TOOLS / "plot.py",
+    ]
 )
-STARTS = {"bench.py", "machinery/launch.py"}  # run.sh and the ranks, by lists of words
+STARTS = {"tools/bench.py", "machinery/launch.py"}  # run.sh and the ranks, by lists of words
 
 
 @pytest.mark.parametrize("path", PROGRAMS)

@@ -1,4 +1,4 @@
-"""What only tests/mutants.py showed to be untested: each of these tests is the one that notices some small fault."""
+"""What only tools/mutants.py showed to be untested: each of these tests is the one that notices some small fault."""
 
 import copy
 import functools

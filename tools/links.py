@@ -1,4 +1,4 @@
-"""Measure what slow links cost, and what helps, between two hosts on this machine, as root: `python tests/links.py`.
+"""Measure what slow links cost, and what helps, between two hosts on this machine, as root: `python tools/links.py`.
 
 Each row is a run of train_spawn.py over a cable of that rate, see nodes.py: one process a host, ResNet-18 on 32x32 images. The learning
 rate is 0, so that the gradient of the last step can be compared with that of a run over an open cable that sends all of it.
@@ -13,12 +13,11 @@ from statistics import median
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from launches import ROOT  # noqa: E402 (needs the path above)
-from nodes import job, missing, spawn, two_hosts  # noqa: E402
-
-import bench  # noqa: E402
+import bench
+from nodes import job, missing, spawn, two_hosts
 
 BYTES = {"1gbit": 125e6, "100mbit": 12.5e6}  # a second
 RATES = {"open": "", "1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
@@ -32,7 +31,7 @@ WAYS = {
 WAYS["`--batch-size 128 --accum-steps 4`"] = 128, ["--accum-steps", "4"]
 OPTIONS = [
     "--task",
-    str(Path(__file__).with_name("tasks") / "link.py"),
+    str(ROOT / "tests" / "tasks" / "link.py"),
     "--device",
     "cpu",
     "--epochs",

@@ -690,7 +690,7 @@ mutant("devices: all cores for every process beside an accelerator", "machinery/
        LAST + "38_workers_stay_and_cores_are_divided")
 mutant("launch: a group without a default backend", "machinery/rendezvous", 'return "gloo"  #', 'return "cpu:gloo"  #',
        "endings::test_group_on_the_cpu_has_a_default_backend_in_every_version")
-mutant("plot: negative losses on a logarithmic axis", "plot", "if name in LOGARITHMIC and positive", "if name in LOGARITHMIC",
+mutant("plot: negative losses on a logarithmic axis", "tools/plot", "if name in LOGARITHMIC and positive", "if name in LOGARITHMIC",
        "plot::test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
-mutant("plot: only the last run counts", "plot", "positive = positive and all(", "positive = all(",
+mutant("plot: only the last run counts", "tools/plot", "positive = positive and all(", "positive = all(",
        "plot::test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")

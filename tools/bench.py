@@ -27,6 +27,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)  # it was tools
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -289,7 +293,7 @@ def start_up(kind: str, repeats: int, folder: Path) -> dict[str, float]:
     environment["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # for run.sh
     environment["OMP_NUM_THREADS"] = THREADS or str(CORES)
     bare = [sys.executable, "-c", BARE_START.format(device=kind)]
-    script = ["bash", str(Path(__file__).with_name("run.sh")), "single", "--device", kind]
+    script = ["bash", str(ROOT / "run.sh"), "single", "--device", kind]
     script += ["--epochs", "1", "--log-every", "1"]
     seconds: dict[str, list[float]] = {"bare": [], "script": []}
     for i in range(repeats):

@@ -42,8 +42,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(1, str(Path(__file__).resolve().parent / "tasks"))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "tasks")]
 
 import fuzzed
 import harness
@@ -203,7 +203,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--label-smoothing": sometimes(0.3, "0", "0.3"),
     "--average": sometimes(0.55, "ema", "swa"),
     "--amp": sometimes(0.06, "bf16", "bf16", "fp16"),
-    "--compile": "takes half a minute a run; tests/equivalence.py tries it",
+    "--compile": "takes half a minute a run; tools/equivalence.py tries it",
     "--channels-last": sometimes(0.1),
     "--dtype": lambda rng, trial: ["float32" if rng.random() < 0.1 else "float64"],
     "--sync-bn": sometimes(0.25),
