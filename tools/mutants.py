@@ -27,7 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import mutants_figures_and_defaults  # it imports the others
+import mutants_common  # each of these fills MUTANTS
+import mutants_data
+import mutants_launch
+import mutants_options
+import mutants_run
+import mutants_scripts
+import mutants_tools
 from mutants_base import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent

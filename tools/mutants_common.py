@@ -1,0 +1,292 @@
+"""Mutants of common.py."""
+
+from mutants_base import (
+    BITWISE,
+    BY_DESIGN,
+    DAMAGED,
+    DIVERGED,
+    DURABLE,
+    EQUAL,
+    ORDERED,
+    REFUSED,
+    SCALE_LR,
+    SKIP,
+    mutant,
+)
+
+# One fault takes two or three lines here, and not seven.
+# fmt: off
+
+# -------------------------------------------------------------------------------------------------------------------------------- common.py
+
+mutant("split_batch: strided micro-batches", "common", "t.tensor_split(pieces)[i]", "t[i::pieces]",
+       "test_split_batch_cuts_nested_targets_along_the_first_dimension[2]")
+REDUCE = "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place[2]"
+mutant("reduce_value: a sum for a mean", "common", "value = value / dist.get_world_size() if average else value", "pass", REDUCE)
+mutant("reduce_value: in place", "common", "value = value.detach().clone()", "value = value.detach()", REDUCE)
+METER = "test_meter_is_the_exact_mean_over_uneven_and_empty_shards"
+mutant("meter: local means, not reduced", "common", "reduce_value(sums, average=False).tolist()", "sums.tolist()", METER)
+mutant("meter: ranks averaged", "common", "reduce_value(sums, average=False)", "reduce_value(sums)", METER)
+mutant("meter: a mean of means", "common", "value.detach().sum(dtype=self.dtype)\n        self.count += n",
+       "value.detach().mean(dtype=self.dtype)\n        self.count += 1", METER)
+mutant("meter: batches counted, not samples", "common", "self.count += n", "self.count += 1", METER)
+mutant("meter: sums in float32", "common", 'torch.float32 if device.type == "mps" else torch.float64', "torch.float32", f"{EQUAL}[ddp-2-1]")
+mutant("meter: count lost at resume", "common", 'int(share.pop("count"))', 'share.pop("count") * 0',
+       "test_meter_goes_on_from_its_sums")
+mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", "pass",
+       "test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation")
+mutant("sync_buffers: weights not compared", "common", "zip(names, largest, smallest) if a != b", "[]",
+       "test_pitfall_27_forward_past_the_wrapper_is_noticed")
+mutant("first backward: buffers keep a trace", "common", "buffer.copy_(before)", "pass", f"{BITWISE}[ddp-2-9]")
+mutant("first backward: gradients stay", "common", "    model.zero_grad(set_to_none=True)\n", "", f"{BITWISE}[ddp-2-9]")
+mutant("compression: bf16 sent as fp16", "common", 'f"{method}_compress_hook"', '"fp16_compress_hook"',
+       "test_compressed_gradients_differ_by_their_rounding[bf16]")
+mutant("freeze: has no effect", "common", "parameters[name].requires_grad_(False)", "parameters[name].requires_grad_(True)",
+       "test_training_is_not_trivial")
+mutant("amp: never on", "common", 'enabled=amp != "off"', "enabled=False", "test_amp_computes_in_its_type[bf16]")
+mutant("amp: bf16 for fp16", "common", 'torch.float16 if amp == "fp16" else torch.bfloat16', "torch.bfloat16",
+       "test_amp_computes_in_its_type[fp16]")
+mutant("optimizer: --weight-decay of AdamW ignored", "common", "(momentum, 0.999), weight_decay=decay",
+       "(momentum, 0.999)", "test_optimizer_has_what_the_options_say")
+mutant("optimizer: --weight-decay of SGD ignored", "common", '"weight_decay": decay, ', "",
+       "test_optimizer_has_what_the_options_say")
+mutant("optimizer: --nesterov ignored", "common", '"nesterov": nesterov, ', "", "test_optimizer_has_what_the_options_say")
+mutant("optimizer: momentum not initialised", "common", "for parameter in parameters if momentum else ():", "for parameter in ():",
+       "test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum")
+mutant("learning rate: always scaled", "common", "[rule]", '["linear"]', f"{SCALE_LR}[ddp-none-1]")
+mutant("learning rate: root of N not taken", "common", '"sqrt": math.sqrt(devices)', '"sqrt": devices', f"{SCALE_LR}[ddp-sqrt-2]")
+mutant("warm-up: off by one", "common", "factor * (step + 1) / start", "factor * step / start",
+       "test_warmup_rises_linearly_to_the_peak")
+mutant("cosine: ends after the run", "common", "(step - start) / max(1, end - start)", "(step - start) / end",
+       "test_cosine_falls_from_one_to_zero_after_the_warmup")
+mutant("cosine: begins with the warm-up", "common", "(step - start) / max(", "step / max(",
+       "test_cosine_falls_from_one_to_zero_after_the_warmup")
+mutant("step: drops one step late", "common", "bisect.bisect_right(", "bisect.bisect_left(",
+       "test_step_drops_at_the_given_epochs")
+mutant("step: epochs in another order", "common", "sorted(epoch * steps_per_epoch for epoch in step_epochs)",
+       "[epoch * steps_per_epoch for epoch in step_epochs]",
+       "test_step_epochs_in_any_order")
+mutant("cyclic: a saw-tooth", "common", "(1 - abs(2 * ((step - start) % cycle) / cycle - 1))", "((step - start) % cycle) / cycle",
+       "test_cyclic_is_a_triangle_between_gamma_and_one")
+mutant("cyclic: one cycle only", "common", "((step - start) % cycle)", "(step - start)", "test_cyclic_is_a_triangle_between_gamma_and_one")
+mutant("scaler: skipped steps not counted", "common", "bad = (torch.stack(found).sum() > 0)", "bad = (torch.stack(found).sum() < 0)",
+       f"{SKIP}[nan-off]")
+mutant("scaler: in a row is never reset", "common", "(self.in_a_row + bad) * bad", "self.in_a_row + bad", DIVERGED)
+mutant("scaler: scale moves in float32", "common", "super().update(self.fixed_scale)", "super().update()", f"{SKIP}[nan-off]")
+mutant("scaler: scale of fp16 fixed", "common", 'None if amp == "fp16" else 1.0', "1.0", f"{SKIP}[nan-fp16]")
+mutant("scaler: skipped steps forgotten at resume", "common", 'self.skipped.fill_(state["skipped"])', "pass",
+       "test_scaler_goes_on_where_it_was_saved")
+mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass",
+       "test_scaler_goes_on_where_it_was_saved")
+mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:",
+       "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
+mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)",
+       "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]",
+       "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
+mutant("scaler: norm before unscaling", "common", "self.norm = nn.utils.get_total_norm(", "self.norm = self._scale * nn.utils.get_total_norm(",
+       "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
+mutant("scaler: only NaN is noticed", "common", "1 - self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
+mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9",
+       "test_ema_and_swa_are_what_they_say")
+mutant("ema: statistics not averaged", "common", "if started and before:", "if False:",
+       "test_ema_and_swa_are_what_they_say")
+mutant("save: file not on the disk before the rename", "common",
+       "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n", "", DURABLE)
+mutant("save: name not on the disk", "common", "os.fsync(directory)", "pass", DURABLE)
+mutant("save: written over the old file", "common", "os.replace(temporary, path)\n    except",
+       "path.write_bytes(temporary.read_bytes())\n    except", DURABLE)
+mutant("save: temporary file in another folder", "common", 'temporary = path.with_name(f".{path.name}.tmp")',
+       'temporary = path.parent.parent / f".{path.name}.tmp"', DURABLE)
+mutant("save: half a file stays behind", "common", "temporary.unlink(missing_ok=True)", "pass",
+       "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
+mutant("load: runs code in the file", "common", "weights_only=True)", "weights_only=False)",
+       "test_hostile_pickle_is_refused_and_does_not_run")
+mutant("load: checksums not tested", "common", "damaged := file.testzip()", "damaged := None", f"{DAMAGED}[flipped]")
+mutant("load: to the device that saved it", "common", 'map_location="cpu", ', "", "test_pitfall_17_device_is_chosen_before_anything_else")
+mutant("load: format not looked at", "common", 'or checkpoint.get("format") != FORMAT', "",
+       "test_checkpoint_of_another_format_is_refused")
+SHARE = "of[get_rank()] if same else sum(of) * (get_rank() == 0)"
+mutant("resume: sums of all ranks restored on every rank", "common", SHARE, "sum(of)", f"{BITWISE}[ddp-2-9]")
+mutant("resume: sums of the ranks put together", "common", SHARE, "sum(of) * (get_rank() == 0)",
+       "test_sums_of_ranks_go_back_to_the_ranks")
+mutant("swa: from the first epoch", "common", "self.n_averaged < swa_epochs(self.epochs, epoch + 1)", "self.n_averaged < epoch + 1",
+       "test_ema_and_swa_are_what_they_say")
+mutant("launch: every rank prints", "common", "    if get_rank() == 0:\n        print(",
+       "    if True:\n        print(",
+       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[ddp-2]")
+mutant("load: values not looked at", "common", "    wrong = [name", "    wrong = [] and [name",
+       f"{REFUSED}[single-1 --resume TMP/format.pt]")
+mutant("load: negative positions", "common", "if kind is int and checkpoint[name] < 0]", "if False]",
+       f"{REFUSED}[single-1 --resume TMP/negative.pt]")
+mutant("load: a compressed file may fill the memory", "common", "member.compress_type != zipfile.ZIP_STORED", "False",
+       "test_compressed_file_is_refused_unread")
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, kept", "torch.where(bad > 2, kept",
+       "test_skipped_step_leaves_no_trace_in_batchnorm")
+mutant("scaler: BatchNorm goes back to before the resume", "common", "torch.cat(buffers, out=kept)  # of the", "pass  #",
+       "test_skipped_step_leaves_no_trace_in_batchnorm")
+mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIPPED_IN_A_ROW,", "self.in_a_row < 99,",
+       "test_ten_skipped_steps_in_a_row_are_remembered")
+mutant("weights: not loaded", "common", "    net.load_state_dict(fits, strict=False)\n", "",
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: prefixes kept", "common", 'name = name.partition(".")[2]', "break",
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: what is left out is not named", "common",
+       "for name in [name for name in own if name not in fits]:", "for name in []:",
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: none that fits is accepted", "common", "    if not fits:", "    if False:",
+       "test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
+mutant("freeze: BatchNorm keeps learning", "common",
+       "            norm.eval()  # it keeps its statistics\n", "            pass\n",
+       "test_frozen_batchnorm_keeps_its_statistics[ddp-2]")
+mutant("freeze: BatchNorm that is half frozen does not learn", "common", "if parameters and not any(parameter.requires_grad",
+       "if parameters and not all(parameter.requires_grad", "test_frozen_batchnorm_keeps_its_statistics[single-1]")
+mutant("swa: statistics of the last batches", "common", "        norm.momentum = None  # a mean over all batches\n", "",
+       "test_swa_statistics_are_those_that_torch_estimates")
+mutant("weights: what was trained, not the average", "common", 'average.get("n_averaged", 0) > 0', "False",
+       "test_weights_of_a_checkpoint_are_its_average_once_there_is_one")
+mutant("weights: an average that has not begun", "common", 'average.get("n_averaged", 0) > 0', "True",
+       "test_weights_of_a_checkpoint_are_its_average_once_there_is_one")
+mutant("weights: any name is a prefix", "common", "while name not in own and name.startswith(", "while name.startswith(",
+       "test_prefix_that_is_a_name_of_the_model_stays")
+mutant("scaler: a skipped batch is counted", "common", ', ("num_batches_tracked",)]', "]",
+       "test_skipped_step_leaves_no_trace_in_batchnorm")
+mutant("swa: a batch that is not finite counts", "common", "torch.where(finite, buffer, old)", "buffer",
+       "test_batch_that_is_not_finite_is_left_out_of_swa_statistics[single-1]")
+mutant("load: a file is taken for none", "common", 'zipped = file.read(4) == b"PK\\3\\4"', "zipped = zipfile.is_zipfile(path)",
+       "test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
+mutant("weights: NaN accepted", "common", "    if bad:\n", "    if False:\n",
+       "test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
+mutant("powersgd: buckets overtake one another", "common",
+       "        future.wait()  # gloo would start the all-reduces of two buckets in any order\n", "",
+       "test_buckets_that_powersgd_sends_do_not_overtake_one_another")
+mutant("by design: nothing is", "common", "    if before is None:\n        return True\n    before", "    return True\n    before",
+       f"{BY_DESIGN}[none-single-1]", "test_became_non_finite_compares_place_by_place")
+mutant("by design: the whole tensor", "common", "return not (value.isfinite() | (value == before) |", "return not (before.isfinite().logical_not().any() |",
+       "test_became_non_finite_compares_place_by_place")
+mutant("by design: NaN becomes infinite", "common", "| (value.isnan() & before.isnan())", "| before.isnan()",
+       "test_became_non_finite_compares_place_by_place")
+mutant("by design: a NaN is not", "common", " | (value.isnan() & before.isnan())", "",
+       "test_became_non_finite_compares_place_by_place")
+mutant("by design: no weights with a mask", "common",
+       "became_non_finite(value.to(own[n].dtype), own[n])",
+       "became_non_finite(value.to(own[n].dtype), None)",
+       "test_weights_with_values_by_design_are_loaded")
+mutant("by design: judged in the precision of the file", "common",
+       "became_non_finite(value.to(own[n].dtype), own[n])", "became_non_finite(value, own[n])",
+       "test_weights_keep_their_precision")
+mutant("ema: all buffers averaged", "common", "super().__init__(net, multi_avg_fn=fading)",
+       "super().__init__(net, multi_avg_fn=fading, use_buffers=True)",
+       "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
+mutant("ema: the variance is a copy", "common", "for buffer in (norm.running_mean, norm.running_var)", "for buffer in (norm.running_mean,)",
+       "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
+mutant("ema: statistics forget twice as slowly", "common", "self.statistics, 1 - self.decay)", "self.statistics, (1 - self.decay) / 2)",
+       "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
+mutant("ema: the first statistics count a hundredth", "common", "started = int(self.n_averaged) > 0",
+       "started = True", "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
+mutant("meter: a new name is welcome", "common",
+       "if self.sums and (problem := different_names(values",
+       "if False and (problem := different_names(values",
+       "test_metric_of_some_batches_alone_ends_the_run[single-1]")
+mutant("meter: names of other ranks are dropped", "common",
+       "if self.sums and (problem := different_names(self.sums",
+       "if False and (problem := different_names(self.sums",
+       "test_names_that_one_rank_alone_has_are_an_error_and_an_empty_rank_is_none")
+
+for name in ("error_dict", "p_memory_dict"):
+    mutant(f"powersgd: {name} keeps a NaN", "common", f"state.{name}, state", "state", "test_power_sgd_forgets_a_nan")
+mutant("powersgd: nothing is forgotten", "common", "if bucket.index() == 0 and scaler.in_a_row > 0:", "if False:", "test_power_sgd_forgets_a_nan")
+mutant("cyclic: the warm-up passes the start", "common", "return factor * (step + 1) / start if",
+       "return (step + 1) / start if", "test_cyclic_schedule_has_no_cliff")
+mutant("cyclic: begins with the warm-up", "common", "((step - start) % cycle)", "(step % cycle)",
+       "test_cyclic_schedule_has_no_cliff")
+mutant("cyclic: one cycle ends after the run", "common",
+       "marks[0] if marks else max(1, end - start)", "marks[0] if marks else end",
+       "test_cyclic_schedule_has_no_cliff")
+mutant("average: infinite parameters become NaN", "common", "for i in self.infinite:", "for i in ():",
+       "test_average_of_parameters_that_are_infinite_by_design[ema]")
+mutant("average: a parameter with an infinity is a copy", "common",
+       "torch.where(finite, averages[i], parameters[i])", "parameters[i]",
+       "test_average_of_parameters_that_are_infinite_by_design[swa]")
+mutant("save: only last.pt is durable", "common", "            os.fsync(file.fileno())  # the data",
+       '            path.name != "last.pt" or os.fsync(file.fileno())  # the data', ORDERED)
+NAME = "os.fsync(directory)  # and the name too"
+mutant("save: only the name of last.pt is durable", "common", NAME, 'path.name != "last.pt" or os.fsync(directory)', ORDERED)
+mutant("save: only the names of others are durable", "common", NAME, 'path.name == "last.pt" or os.fsync(directory)', ORDERED)
+mutant("save: on the disk before it is written", "common", "            torch.save(checkpoint, file)\n            file.flush()\n"
+       "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n",
+       "            os.fsync(file.fileno())\n            torch.save(checkpoint, file)\n            file.flush()\n", ORDERED)
+mutant("save: another folder is made durable", "common", "directory = os.open(path.parent, os.O_RDONLY)",
+       'directory = os.open(".", os.O_RDONLY)', ORDERED)
+mutant("save: a leftover is written on", "common", 'open(temporary, "wb")', 'open(temporary, "ab")',
+       "test_leftover_of_a_killed_save_does_no_harm")
+DRIFTED = "test_drift_of_any_parameter_on_any_rank_is_named"
+SUMMED = "for p in net.parameters()]\n    sums"
+mutant("drift: of the first parameter only", "common", SUMMED, "for p in list(net.parameters())[:1]]\n    sums", DRIFTED)
+mutant("drift: of all but the last parameter", "common", SUMMED, "for p in list(net.parameters())[:-1]]\n    sums", DRIFTED)
+mutant("drift: of what trains only", "common", SUMMED, "for p in net.parameters() if p.requires_grad]\n    sums", DRIFTED)
+mutant("drift: of weights in float32", "common", "p.detach().view(integer[p.element_size()])", "p.detach().float().view(torch.int32)", DRIFTED)
+mutant("drift: of sums, not of bits", "common", "[value.sum(dtype=torch.int64) for value in bits]",
+       "[p.detach().double().sum().view(torch.int64) for p in net.parameters()]", DRIFTED)
+mutant("drift: the last names", "common", "different[:5]", "different[-5:]", DRIFTED)
+mutant("drift: whole numbers of rank 0 stay there", "common", "    for buffer in net.buffers():\n        dist.broadcast",
+       "    for buffer in filter(torch.is_floating_point, net.buffers()):\n        dist.broadcast", DRIFTED)
+mutant("drift: buffers of rank 1", "common", "dist.broadcast(buffer, src=0)", "dist.broadcast(buffer, src=1)", DRIFTED)
+mutant("warm-up: cut down", "common",
+       "round(warmup_epochs * steps_per_epoch)",
+       "int(warmup_epochs * steps_per_epoch)",
+       "test_warmup_is_rounded_to_the_nearest_step")
+mutant("cosine: rises again after the end", "common",
+       "min(1.0, (step - start) / max(1, end - start))",
+       "(step - start) / max(1, end - start)",
+       "test_cosine_stays_at_zero_after_its_end_and_a_run_may_be_all_warmup")
+mutant("cosine: nothing but warm-up divides by zero", "common",
+       "(step - start) / max(1, end - start)",
+       "(step - start) / (end - start)",
+       "test_cosine_stays_at_zero_after_its_end_and_a_run_may_be_all_warmup")
+mutant("scaler: another first scale", "common",
+       "2.0**16",
+       "2.0**10",
+       "test_scaler_skips_and_counts_non_finite_gradients_at_every_precision", "test_scaler_keeps_the_norm_of_the_true_gradient")
+mutant("powersgd: another rank", "common",
+       '"matrix_approximation_rank": 4',
+       '"matrix_approximation_rank": 1',
+       "test_settings_of_powersgd")
+mutant("powersgd: compresses from the first step", "common",
+       '"start_powerSGD_iter": 10',
+       '"start_powerSGD_iter": 2',
+       "test_settings_of_powersgd")
+mutant("freeze: all may be frozen", "common",
+       "if frozen == len(parameters):",
+       "if False:",
+       "test_bad_input_is_refused_by_name")
+mutant("freeze: says how many are left", "common",
+       'print0(f"frozen: {frozen} of',
+       'print0(f"frozen: {len(list(net.parameters())) - frozen} of',
+       "test_build_says_how_many_tensors_are_frozen")
+mutant("weights: number of the file's tensors", "common",
+       'print0(f"weights: {len(fits)} of',
+       'print0(f"weights: {len(given)} of',
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: extra ones not named", "common",
+       "if extra := [name for name in given if name not in own]:",
+       "if extra := []:",
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("meter: sums of another world to rank 1", "common",
+       "sum(of) * (get_rank() == 0)",
+       "sum(of) * (get_rank() == get_world_size() - 1 > 0)",
+       "test_sums_of_ranks_go_back_to_the_ranks", "test_meter_goes_on_from_its_sums")
+mutant("load: samples not looked at", "common",
+       '"global_step", "samples"), int)',
+       '"global_step"), int)',
+       "test_checkpoint_lacks_nothing")
+mutant("load: log not looked at", "common",
+       '("log", "config"), dict)',
+       '("config",), dict)',
+       "test_checkpoint_lacks_nothing")
+mutant("load: best of any kind", "common",
+       '"best": (float, type(None))}',
+       '"best": object}',
+       "test_checkpoint_lacks_nothing")
+mutant("drift: the smallest number has no negative", "common", "torch.cat([sums, ~sums])", "torch.cat([sums, 1 - sums])", DRIFTED)
+mutant("drift: minus zero is overlooked", "common", "torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest\n    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()",
+       "torch.cat([sums, -sums])\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)\n    largest, smallest = extremes[: len(sums)].tolist(), (-extremes[len(sums) :]).tolist()", DRIFTED)

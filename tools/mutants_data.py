@@ -1,0 +1,276 @@
+"""Mutants of sampling.py and task.py."""
+
+from mutants_base import AUGMENTED, NOISE, ORDER, PIECES, SHARDS, UNIFORM, mutant
+
+# One fault takes two or three lines here, and not seven.
+# fmt: off
+
+# ------------------------------------------------------------------------------------------------------------------------------ sampling.py
+
+mutant("order: the same every epoch", "sampling", "manual_seed(splitmix64(self.seed, self.epoch))", "manual_seed(splitmix64(self.seed, 0))", ORDER)
+mutant("order: without the seed", "sampling", "manual_seed(splitmix64(self.seed, self.epoch))", "manual_seed(splitmix64(0, self.epoch))", ORDER)
+mutant("sampler: a resumed epoch starts anew", "sampling", "self.epoch, self.step = epoch, step", "self.epoch, self.step = epoch, 0",
+       "test_resuming_at_any_step_yields_exactly_the_rest[1]")
+mutant("sampler: all ranks take the same piece", "sampling", "tensor_split(self.world_size)[self.rank] for",
+       "tensor_split(self.world_size)[0] for", PIECES)
+mutant("sampler: strided pieces", "sampling", "m.tensor_split(self.world_size)[self.rank] for",
+       "m[self.rank :: self.world_size] for", PIECES)
+mutant("sampler: torch.chunk, which may leave a rank without samples", "sampling", "m.tensor_split(self.world_size)[self.rank] for",
+       "(*m.chunk(self.world_size), *[m[:0]] * self.world_size)[self.rank] for",
+       "test_pieces_of_all_ranks_partition_each_global_batch[4]")
+mutant("sampler: micro-batches cut after the ranks", "sampling", "batch.tensor_split(self.accum_steps)", "[batch]",
+       "test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
+mutant("sampler: the ragged tail is kept", "sampling", "steps_per_epoch = length // batch_size",
+       "steps_per_epoch = math.ceil(length / batch_size)", PIECES)
+mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > length:", "if False:",
+       "test_empty_epoch_is_an_error_that_names_both_numbers")
+mutant("evaluation: shards padded to the same length", "sampling", "min(start + self.batch_size, self.length)",
+       "start + self.batch_size", SHARDS)
+mutant("evaluation: every rank starts at sample 0", "sampling", "[rank::world_size]", "[0::world_size]", SHARDS)
+mutant("evaluation: the last batch is dropped", "sampling", "range(0, length, self.batch_size)[",
+       "range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
+mutant("augmentation: no seed per sample", "sampling", "seed_generators(splitmix64(self.seed, epoch, index))", "pass",
+       f"{AUGMENTED}[3-1-0-per sample]")
+mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(self.seed, epoch, index)", "splitmix64(self.seed, 0, index)",
+       f"{AUGMENTED}[0-3-0-per sample]")
+mutant("augmentation: per-sample seed without the index", "sampling", "splitmix64(self.seed, epoch, index)", "splitmix64(self.seed, epoch, 0)",
+       "test_pitfall_08_augmentation_differs_between_workers_and_epochs")
+mutant("augmentation: set_epoch forgotten", "sampling", "            dataset.set_epoch(epoch)\n", "            pass\n", f"{AUGMENTED}[0-3-0-in memory]")
+mutant("augmentation: draws without the seed", "sampling", "splitmix64(splitmix64(seed, epoch), keys", "splitmix64(splitmix64(0, epoch), keys",
+       UNIFORM)
+mutant("augmentation: draws without the epoch", "sampling", "splitmix64(splitmix64(seed, epoch), keys", "splitmix64(splitmix64(seed, 0), keys",
+       UNIFORM)
+mutant("augmentation: draws without the index", "sampling", "keys, columns)", "np.zeros_like(keys), columns)", UNIFORM)
+mutant("loader: workers started anew every epoch", "sampling", '{"persistent_workers": True, ', "{",
+       "test_pitfall_38_workers_stay_and_cores_are_divided")
+mutant("loader: workers do not ignore signals", "sampling", "signal.signal(number, signal.SIG_IGN)", "pass", "test_pitfall_11_sigterm_saves[2]")
+mutant("loader: workers not ended at exit", "sampling", "multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)", "pass",
+       "test_pitfall_06_error_with_loader_workers_ends_the_process")
+mutant("seed_rng: without the step", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(seed, micro_batch) %",
+       "test_dropout_seed_of_replica_r_is_that_of_rank_r")
+mutant("seed_rng: without the rank", "sampling", "% 2**63 + rank", "% 2**63",
+       "test_dropout_seed_of_replica_r_is_that_of_rank_r")
+mutant("seed_rng: without the seed", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(0, step, micro_batch) %",
+       "test_dropout_seed_of_replica_r_is_that_of_rank_r")
+mutant("data: --skip-corrupt ignored", "sampling", "if not self.skip_corrupt:", "if True:",
+       "test_broken_sample_is_named_or_replaced_alike_everywhere")
+mutant("data: the replacement is drawn as the broken one", "sampling",
+       "self._first_readable(read, index)[1]",
+       "self._first_readable(\n    lambda i: read(i) if i == index else self.dataset[i], index\n)[1]",
+       "test_broken_sample_is_named_or_replaced_alike_everywhere")
+mutant("workers: start when the ranks have met", "sampling", "        processes = iter(loader)._workers\n", "        processes = []\n",
+       "test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")
+mutant("workers: load what is not wanted", "sampling", "        sampler = _Late(sampler)\n", "        sampler.begun = True\n",
+       "test_workers_load_nothing_that_a_resumed_run_skips")
+mutant("balanced: every sample equally often", "sampling", "if not self.balanced:", "if True:",
+       "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: the first of each class alone", "sampling",
+       "first[drawn] + (uniform * self.sizes[drawn]).long()", "first[drawn]",
+       "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: without targets, not balanced", "sampling", "if targets.shape != (len(dataset),):",
+       "if False:", "test_balanced_needs_the_class_of_each_sample")
+mutant("data: a broken image in a batch ends the run", "sampling",
+       "        except OSError:\n            return fetch(",
+       "        except KeyError:\n            return fetch(",
+       "test_broken_image_is_named_or_replaced_in_a_whole_batch_too")
+WRAPPED = "test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch"
+mutant("wrapped: wrappers hide the epoch", "sampling", "waiting += _like_datasets(value)",
+       "waiting += []", f"{WRAPPED}[False-subset]")
+mutant("wrapped: many attributes hide the epoch", "sampling", "for value in getattr(one, \"__dict__\", {}).values()",
+       "for value in [list(getattr(one, \"__dict__\", {}).values())]", "test_data_sets_with_epochs_finds_each_once_and_ends")
+mutant("wrapped: only the first of several is told", "sampling", "found for one in inner for",
+       "found for one in list(inner)[:1] for",
+       "test_data_sets_with_epochs_finds_each_once_and_ends")
+mutant("wrapped: dictionaries hide the epoch", "sampling", "(list, tuple, dict)", "(list, tuple)",
+       f"{WRAPPED}[False-own]")
+mutant("wrapped: a circle has no end", "sampling", "        seen.add(id(one))\n", "", "test_data_sets_with_epochs_finds_each_once_and_ends")
+mutant("evaluation: ranks draw alike", "sampling", "i * world_size + rank)  # no", "i)  # no", f"{NOISE}_is_the_same_in_every_mode[ddp-2]")
+mutant("evaluation: seeds of training", "sampling", "seed_rng(seed, -1, i *", "seed_rng(seed, 0, i *",
+       "test_seeds_of_an_evaluation_are_no_seeds_of_training")
+mutant("evaluation: batches depend on the world size", "sampling", "math.ceil(length / 8))", "math.ceil(length / 8 / world_size))",
+       "test_evaluation_batches_are_the_same_at_every_world_size")
+mutant("evaluation: one rank has it all", "sampling", "min(batch_size, math.ceil(length / 8))", "batch_size",
+       "test_evaluation_batches_are_the_same_at_every_world_size")
+
+for generator in ("random.seed(bits)", "np.random.seed(bits % 2**32)", "torch.default_generator.manual_seed(bits)"):
+    mutant(f"seeds: without {generator}", "sampling", f"    {generator}\n", "", "test_seeds_of_an_evaluation_are_no_seeds_of_training")
+EPOCH_ONCE = "test_set_epoch_is_called_once_an_epoch_and_seeded"
+mutant("wrapped: told in every batch", "sampling", 'if getattr(dataset, "_epoch_told", None) != epoch:', "if True:", EPOCH_ONCE)
+mutant("wrapped: set_epoch is not seeded", "sampling",
+       "                seed_generators(splitmix64(self.seed, epoch))\n", "", EPOCH_ONCE)
+mutant("wrapped: names that are passed on count", "sampling", "hasattr(type(dataset), \"__getitems__\")", "hasattr(dataset, \"__getitems__\")",
+       "test_wrapper_that_passes_names_on_is_asked_itself")
+mutant("wrapped: classes are taken for data sets", "sampling", "isinstance(value, (Tensor, type))",
+       "isinstance(value, Tensor)", "test_data_sets_with_epochs_finds_each_once_and_ends")
+mutant("evaluation: one seed for all batches", "sampling",
+       "seed_rng(seed, -1, i * world_size + rank)",
+       "seed_rng(seed, -1, rank)",
+       "test_seeds_of_an_evaluation_are_no_seeds_of_training", "test_evaluation_repeats_what_it_draws")
+mutant("evaluation: larger batches", "sampling",
+       "min(batch_size, math.ceil(length / 8))",
+       "math.ceil(length / 8)",
+       "test_evaluation_batches_occupy_eight_ranks")
+mutant("evaluation: a quarter in a batch", "sampling",
+       "math.ceil(length / 8)",
+       "math.ceil(length / 4)",
+       "test_evaluation_batches_occupy_eight_ranks")
+mutant("evaluation: an eighth, rounded down", "sampling",
+       "math.ceil(length / 8)",
+       "max(1, length // 8)",
+       "test_evaluation_batches_occupy_eight_ranks")
+mutant("loader: sixteen workers", "sampling",
+       "min(8, torch.get_num_threads())",
+       "min(16, torch.get_num_threads())",
+       "test_loader_has_a_worker_for_each_core_and_pins")
+mutant("loader: one worker", "sampling",
+       "min(8, torch.get_num_threads())",
+       "1",
+       "test_loader_has_a_worker_for_each_core_and_pins")
+mutant("loader: nothing is pinned", "sampling",
+       '{"pin_memory": device.type != "cpu"}',
+       '{"pin_memory": False}',
+       "test_loader_has_a_worker_for_each_core_and_pins")
+mutant("data: --skip-corrupt stops at the last", "sampling",
+       "(*range(first, len(self.dataset)), *range(first))",
+       "range(first, len(self.dataset))",
+       "test_broken_sample_is_named_or_replaced_alike_everywhere")
+
+# ---------------------------------------------------------------------------------------------------------------------------------- task.py
+
+mutant("data: a broken file is not named", "task", 'raise OSError(f"{os.fsdecode(paths[0])}: {error}") from None', "raise",
+       "test_broken_image_file_is_named")
+mutant("task: augmentation without the epoch", "task",
+       "keyed_uniform(self.seed, self.epoch, indices, 3)\n        images = shift",
+       "keyed_uniform(self.seed, 0, indices, 3)\n        images = shift",
+       f"{AUGMENTED}[0-3-0-in memory]")
+mutant("task: augmentation by the place in the batch", "task",
+       "self.epoch, indices, 3)\n        images = shift",
+       "self.epoch, np.arange(len(indices)), 3)\n        images = shift",
+       f"{AUGMENTED}[0-3-0-in memory]")
+mutant("task: augmentation without the seed", "task", "shift=1, seed=args.seed)", "shift=1)",
+       "test_default_task_augments_by_the_seed_and_only_in_training")
+mutant("task: held-out images augmented", "task", "ImagesInMemory(images[1437:], labels[1437:])",
+       "ImagesInMemory(images[1437:], labels[1437:], shift=1)", "test_default_task_augments_by_the_seed_and_only_in_training")
+mutant("task: trained on held-out images", "task", "ImagesInMemory(images[:1437], labels[:1437]", "ImagesInMemory(images, labels",
+       "test_digits_are_split_as_the_licence_note_says")
+mutant("task: label smoothing ignored", "task", ", label_smoothing=label_smoothing)", ")",
+       "test_label_smoothing_reaches_the_loss")
+mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "test_metrics_of_the_default_task")
+mutant("task: shift to one side only", "task", "* windows.shape[2]).astype(int)", "* (windows.shape[2] // 2 + 1)).astype(int)",
+       "test_shift_moves_the_image_by_at_most_one_pixel")
+mutant("task: every image mirrored", "task", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
+       "test_flip_mirrors_about_every_second_image_and_shift_cuts_a_window")
+mutant("task: --download by all at once", "task",
+       "file_lock(args.data_dir) if args.download else contextlib.nullcontext()",
+       "contextlib.nullcontext()", "test_torchvision_sets_are_downloaded_under_the_lock")
+mutant("download: no lock", "task", "fcntl.flock(descriptor, fcntl.LOCK_EX)", "pass", "test_one_process_at_a_time_downloads")
+mutant("image: the lower byte of sixteen bits", "task", 'image.mode.startswith("I")', "False",
+       "test_files_that_torchvision_cannot_decode_are_read_by_pil")
+JPEGS = "test_jpeg_files_are_decoded_together_and_each_as_if_alone"
+mutant("images: decoded one by one", "task", "step = 16 if self.small else 1", "step = 1", JPEGS)
+mutant("images: a whole batch of photographs in memory", "task", "16 if self.small else 1", "16", JPEGS)
+mutant("images: one of another kind ends the run", "task", "(Exception):  # one is no", "(KeyError):  #", JPEGS)
+mutant("options: --image-size without effect", "task", "if args.image_size and args.dataset not in", "if False and args.dataset not in",
+       "test_image_size_without_effect_is_refused[digits-folder0]")
+MIDDLE = "test_evaluation_resizes_the_shorter_side_and_takes_the_middle"
+EVAL_SIZE = "v2.Resize(size * 8 // 7, antialias=True)"
+mutant("photograph: resized to the crop", "task", EVAL_SIZE, "v2.Resize(size, antialias=True)", MIDDLE)
+mutant("photograph: resized to the next number", "task", EVAL_SIZE, "v2.Resize(round(size * 8 / 7), antialias=True)", MIDDLE)
+mutant("photograph: another margin", "task", EVAL_SIZE, "v2.Resize(size * 7 // 6, antialias=True)", MIDDLE)
+mutant("photograph: squeezed", "task", EVAL_SIZE, "v2.Resize((size * 8 // 7, size * 8 // 7), antialias=True)", MIDDLE)
+mutant("photograph: resized without antialiasing", "task", EVAL_SIZE, "v2.Resize(size * 8 // 7, antialias=False)", MIDDLE)
+mutant("photograph: resized by the nearest pixel", "task", EVAL_SIZE, "v2.Resize(size * 8 // 7, interpolation=0)", MIDDLE)
+mutant("photograph: evaluated anywhere", "task", "v2.CenterCrop(size)", "v2.RandomCrop(size)", MIDDLE)
+mutant("photograph: evaluated mirrored", "task", "v2.CenterCrop(size)]", "v2.CenterCrop(size), v2.RandomHorizontalFlip(1.0)]", MIDDLE)
+mutant("photograph: evaluated whole", "task", ", v2.CenterCrop(size)]", ", v2.Resize((size, size), antialias=True)]", MIDDLE)
+CROP = "v2.RandomResizedCrop(size, antialias=True)"
+mutant("photograph: crops of half of it at least", "task", CROP, "v2.RandomResizedCrop(size, scale=(0.5, 1.0), antialias=True)",
+       "test_training_crops_are_of_any_size_and_shape_within_the_recipe")
+mutant("photograph: square crops", "task", CROP, "v2.RandomResizedCrop(size, ratio=(1.0, 1.0), antialias=True)",
+       "test_training_crops_are_of_any_size_and_shape_within_the_recipe")
+RECIPE, SMALL = "test_crop_is_made_as_torchvision_makes_it", "test_small_images_fill_the_frame"
+mutant("photograph: cropped without antialiasing", "task", CROP, "v2.RandomResizedCrop(size, antialias=False)", RECIPE)
+mutant("photograph: never mirrored", "task", ", v2.RandomHorizontalFlip()]", "]", "test_half_of_the_crops_are_mirrored")
+mutant("photograph: always mirrored", "task", "v2.RandomHorizontalFlip()]", "v2.RandomHorizontalFlip(1.0)]",
+       "test_half_of_the_crops_are_mirrored")
+mutant("photograph: upside down", "task", "v2.RandomHorizontalFlip()]", "v2.RandomVerticalFlip()]", RECIPE)
+SHIFTED, KEYED_CROP = "test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored", "test_crop_is_keyed_by_the_sample_the_epoch_and_the_seed"
+FIT = "splitmix64(self.seed, self.epoch, index))\n        return"
+mutant("photograph: crop without the seed", "task", FIT, "splitmix64(0, self.epoch, index))\n        return", KEYED_CROP)
+mutant("photograph: crop without the epoch", "task", FIT, "splitmix64(self.seed, 0, index))\n        return", KEYED_CROP)
+mutant("photograph: crop without the sample", "task", FIT, "splitmix64(self.seed, self.epoch, 0))\n        return", KEYED_CROP)
+mutant("photograph: crop by what was drawn before", "task", "torch.default_generator.manual_seed(splitmix64(self.seed", "(splitmix64(self.seed",
+       KEYED_CROP)
+mutant("photograph: 64 pixels are small", "task", "training, size < 64", "training, size <= 64", MIDDLE)
+mutant("photograph: 63 pixels are not small", "task", "training, size < 64", "training, size < 63",
+       "test_image_of_the_right_size_is_not_touched")
+mutant("small image: without antialiasing", "task", "v2.Resize(self.frame, antialias=True)", "v2.Resize(self.frame, antialias=False)", SMALL)
+mutant("small image: cropped", "task", "v2.Resize(self.frame, antialias=True)",
+       "v2.Compose([v2.Resize(size, antialias=True), v2.CenterCrop(size)])", SMALL)
+mutant("small image: shifted by a quarter", "task", "self.frame[0] // 8)", "self.frame[0] // 4)", SHIFTED)
+mutant("small image: shifted by a tenth", "task", "self.frame[0] // 8)", "self.frame[0] // 10)", SHIFTED)
+mutant("small image: not mirrored", "task", "draws, flip=True)", "draws, flip=False)", SHIFTED)
+mutant("small image: shifted in evaluation", "task", "if self.small and self.training:", "if self.small:", SMALL)
+SMALL_KEYED, FOLDERS = "test_small_image_files_are_keyed_by_the_sample", "test_folders_are_classes_and_val_goes_before_test"
+SMALL_DRAWS = "keyed_uniform(self.seed, self.epoch, indices, 3)\n            windows"
+mutant("small image: by the place in the batch", "task", SMALL_DRAWS,
+       "keyed_uniform(self.seed, self.epoch, np.arange(len(indices)), 3)\n            windows", SMALL_KEYED)
+mutant("small image: without the epoch", "task", SMALL_DRAWS, "keyed_uniform(self.seed, 0, indices, 3)\n            windows", SMALL_KEYED)
+mutant("small image: without the seed", "task", SMALL_DRAWS, "keyed_uniform(0, self.epoch, indices, 3)\n            windows", SMALL_KEYED)
+DRAWS, ARRAYS = "test_draws_decide_the_window_and_the_mirroring", "test_arrays_are_augmented_in_training_only"
+mutant("images: two of five are mirrored", "task", "draws[:, 2] < 0.5", "draws[:, 2] < 0.4", DRAWS)
+mutant("images: the other half is mirrored", "task", "draws[:, 2] < 0.5", "draws[:, 2] >= 0.5", DRAWS)
+mutant("images: rows for columns", "task", "windows[index, :, rows, columns]", "windows[index, :, columns, rows]", DRAWS)
+mutant("images: never shifted to the end", "task", "(draws[:, :2] * windows.shape[2])", "(draws[:, :2] * (windows.shape[2] - 1))", DRAWS)
+mutant("images: upside down", "task", "images[mirrored, ..., ::-1]", "images[mirrored, ..., ::-1, :]", DRAWS)
+mutant("folders: test before val", "task", '("val", "test") if (root', '("test", "val") if (root', FOLDERS)
+mutant("folders: augmented in evaluation", "task", "training=False, seed", "training=True, seed", FOLDERS)
+mutant("folders: without the seed", "task", "training=True, seed=args.seed", "training=True, seed=0", FOLDERS)
+mutant("folders: --image-size ignored", "task", 'args.image_size or DATASETS["imagefolder"][1]', 'DATASETS["imagefolder"][1]', FOLDERS)
+mutant("folders: one class more", "task", "sum(folder.is_dir() for", "1 + sum(folder.is_dir() for", FOLDERS)
+mutant("arrays: fashion is never mirrored", "task", 'flip = args.dataset != "mnist"', 'flip = args.dataset not in ("mnist", "fashion-mnist")',
+       ARRAYS)
+mutant("arrays: digits are mirrored", "task", 'flip = args.dataset != "mnist"', "flip = True", ARRAYS)
+mutant("arrays: shifted by a quarter", "task", '"shift": images.shape[-1] // 8', '"shift": images.shape[-1] // 4', ARRAYS)
+mutant("arrays: turned", "task", "images.permute(0, 3, 1, 2)", "images.permute(0, 3, 2, 1)", ARRAYS)
+mutant("arrays: augmented in evaluation", "task", "        if train:\n            flip", "        if True:\n            flip", ARRAYS)
+mutant("synthetic: --image-size ignored", "task", "args.image_size or side, args.image_size or side)", "side, side)",
+       "test_synthetic_images_cost_nothing_and_have_the_size_that_was_asked_for")
+CONSTANTS, NORMALISED = "test_constants_of_every_data_set", "test_network_sees_each_channel_normalised_in_its_precision"
+mutant("normalise: blue for red", "task", "(123.7, 116.3, 103.5), (58.4, 57.1, 57.4)", "(103.5, 116.3, 123.7), (57.4, 57.1, 58.4)", CONSTANTS)
+mutant("normalise: spread of another set", "task", "(63.0, 62.1, 66.7)", "(68.2, 65.4, 70.4)", CONSTANTS)
+mutant("normalise: mean of another set", "task", "(33.3,), (78.6,)", "(72.9,), (78.6,)", CONSTANTS)
+mutant("normalise: another mean of the digits", "task", "(73.3,), (90.2,)", "(78.3,), (90.2,)", CONSTANTS)
+mutant("normalise: divided first", "task", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) / scale - shift,)", NORMALISED)
+mutant("normalise: not divided", "task", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)", NORMALISED)
+mutant("normalise: the first channel's for all", "task", "torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)",
+       "torch.tensor(values[:1], device=device, dtype=dtype).view(-1, 1, 1)", NORMALISED)
+mutant("normalise: constants in float32", "task", "torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)",
+       "torch.tensor(values, device=device).view(-1, 1, 1)", NORMALISED)
+mutant("normalise: in float32", "task", "dtype = getattr(torch, args.dtype)", "dtype = torch.float32", NORMALISED)
+mutant("resnet9: logits twice as large", "task", "self.head(features) * 0.125", "self.head(features) * 0.25",
+       "test_logits_of_resnet9_are_an_eighth_of_its_head")
+mutant("task: top-3 as top5", "task",
+       "outputs.topk(min(5, outputs.shape[1]), dim=1)",
+       "outputs.topk(min(3, outputs.shape[1]), dim=1)",
+       "test_metrics_of_the_default_task")
+mutant("task: fewer than five classes", "task",
+       "outputs.topk(min(5, outputs.shape[1]), dim=1)",
+       "outputs.topk(5, dim=1)",
+       "test_fewer_than_five_classes_are_all_among_the_best_five")
+mutant("task: note for photographs too", "task",
+       "(args.image_size or side) < 64",
+       "(args.image_size or side) < 640",
+       "test_small_images_are_told_of_a_coarse_stem")
+mutant("task: googlenet with two outputs", "task",
+       '"aux_logits": False,',
+       '"aux_logits": True,',
+       "test_models_of_torchvision_have_one_output_and_the_classes_of_the_data")
+mutant("task: digits not stretched", "task",
+       ".unsqueeze(1) * 15",
+       ".unsqueeze(1) * 16",
+       "test_constants_of_every_data_set", "test_default_task_augments_by_the_seed_and_only_in_training")
+mutant("task: digits not shifted", "task",
+       "shift=1, seed=args.seed",
+       "shift=0, seed=args.seed",
+       "test_digits_are_shifted_by_one_pixel_in_training")

@@ -1,0 +1,253 @@
+"""Mutants of options, the check before a run, tasks, and the stand-ins."""
+
+from mutants_base import EQUAL, MASKS, REFUSED, SEVERAL, SYNC_BN, mutant
+
+# One fault takes two or three lines here, and not seven.
+# fmt: off
+
+# --------------------------------------------------------------------------------------------------------------------- machinery/options.py
+
+mutant("resume: another seed counts as harmless", "machinery/options", '2**63 - 1), "N", 0, NONE', '2**63 - 1), "N", 0, MAY_CHANGE',
+       "test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]")
+mutant("slurm: tasks that each have a device are too many", "machinery/options", " and not by_srun", "",
+       "test_more_processes_than_accelerators_is_refused")
+mutant("restart: refused because its folder holds a run", "machinery/options",
+       "and not attempt() and", "and", "test_restarted_process_goes_on_or_begins_anew")
+mutant("options: batch size not compared with devices", "machinery/options",
+       "refuse(args.batch_size < least,", "refuse(False,", f"{REFUSED}[ddp-65 ]")
+mutant("options: accumulation not counted", "machinery/options",
+       "least = world_size * args.accum_steps", "least = world_size",
+       f"{REFUSED}[single-1 --accum-steps 65]")
+mutant("options: --local_rank unknown", "machinery/options",
+       ' + ["--local_rank"] * (option.name == "--local-rank")', "",
+       "test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
+mutant("options: booleans cannot be turned off", "machinery/options", '"action": argparse.BooleanOptionalAction', '"action": "store_true"',
+       "test_booleans_can_be_turned_off_and_help_is_readable[single]")
+mutant("options: abbreviations accepted", "machinery/options", "allow_abbrev=False",
+       "allow_abbrev=True", f"{REFUSED}[single-1 --batch 32]")
+mutant("options: infinity is a number", "machinery/options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
+mutant("options: a run is overwritten", "machinery/options", "refuse(taken,", "refuse(False,",
+       f"{REFUSED}[single-1 --output-dir TMP/run]")
+mutant("options: more processes than accelerators", "machinery/options", "here > available and",
+       "False and", "test_more_processes_than_accelerators_is_refused")
+mutant("options: sync-bn in data parallel", "machinery/options",
+       'refuse(mode == "dp" and args.sync_bn,', "refuse(False,", f"{REFUSED}[dp-2 --sync-bn]")
+mutant("options: fp16 and float64 together", "machinery/options", "refuse(both,", "refuse(False,",
+       f"{REFUSED}[single-1 --amp fp16 --dtype float64]")
+mutant("balanced: not resumed as such", "machinery/options", 'flag("--balanced", NONE,',
+       'flag("--balanced", MAY_CHANGE,',
+       "test_changed_option_that_would_change_the_run_is_refused_by_name[--balanced]")
+mutant("check: switched off by another launcher", "machinery/options", '("RANK", "LOCAL_RANK")', '("RANK",)',
+       "test_rank_of_an_outer_launcher_does_not_switch_the_check_off[single]")
+mutant("nodes: folders are compared", "machinery/options",
+       'option("--output-dir", filled, "DIR", None, FREE,',
+       'option("--output-dir", filled, "DIR", None, MAY_CHANGE,',
+       "test_what_belongs_to_a_node_may_differ")
+mutant("nodes: a node without a number is the first", "machinery/options",
+       "refuse(args.node_rank is None,", "refuse(False,",
+       f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://localhost:2000]")
+mutant("nodes: a batch is cut for one node", "machinery/options",
+       'world_size = here * getattr(args, "nnodes", 1)', "world_size = here", SEVERAL)
+mutant("nodes: an address with a port", "machinery/options",
+       'wrong = not re.fullmatch(r"[\\w.-]+", args.master_addr)', "wrong = False", SEVERAL)
+mutant("evaluation: batches without a limit", "machinery/options", "min(128, args.batch_size // args.accum_steps)", "args.batch_size // args.accum_steps",
+       "test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said")
+mutant("evaluation: batches of a whole step", "machinery/options", "min(128, args.batch_size // args.accum_steps)", "min(128, args.batch_size)",
+       "test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said")
+mutant("options: PowerSGD under a changing scale", "machinery/options", 'refuse(wrong, f"{powersgd}',
+       'refuse(False, f"{powersgd}', "test_power_sgd_with_a_changing_scale_is_refused")
+mutant("nodes: port 29501", "machinery/options",
+       '"PORT", 29500',
+       '"PORT", 29501',
+       "test_port_of_several_nodes")
+mutant("check: a read-only folder", "machinery/options",
+       "os.access(folder, os.W_OK | os.X_OK)",
+       "True",
+       "test_bad_input_is_refused_by_name")
+mutant("default: --epochs", "machinery/options",
+       '"--epochs", positive, "N", 30,',
+       '"--epochs", positive, "N", 20,',
+       "test_defaults")
+mutant("default: --batch-size", "machinery/options",
+       '"--batch-size", positive, "N", 64,',
+       '"--batch-size", positive, "N", 32,',
+       "test_defaults")
+mutant("default: --lr", "machinery/options",
+       '"--lr", amount, "X", 0.1,',
+       '"--lr", amount, "X", 0.01,',
+       "test_defaults")
+mutant("default: --momentum", "machinery/options",
+       '"--momentum", share, "X", 0.9,',
+       '"--momentum", share, "X", 0.95,',
+       "test_defaults")
+mutant("default: --weight-decay", "machinery/options",
+       '"--weight-decay", amount, "X", 1e-3,',
+       '"--weight-decay", amount, "X", 1e-4,',
+       "test_defaults")
+mutant("default: --log-every", "machinery/options",
+       '"--log-every", positive, "STEPS", 50,',
+       '"--log-every", positive, "STEPS", 10,',
+       "test_defaults")
+mutant("default: --timeout", "machinery/options",
+       '"--timeout", number(float, 1, 10**9), "SECONDS", 600,',
+       '"--timeout", number(float, 1, 10**9), "SECONDS", 1800,',
+       "test_defaults")
+mutant("default: --schedule", "machinery/options",
+       '"--schedule", list(SCHEDULES), None, "cosine",',
+       '"--schedule", list(SCHEDULES), None, "constant",',
+       "test_defaults")
+mutant("default: --label-smoothing", "machinery/options",
+       '"--label-smoothing", share, "X", 0.1,',
+       '"--label-smoothing", share, "X", 0.0,',
+       "test_defaults")
+mutant("range: --seed", "machinery/options",
+       "number(int, 0, 2**63 - 1)",
+       "number(int, 0, 2**63)",
+       "test_ranges[seed]")
+mutant("range: --image-size", "machinery/options",
+       "number(int, 8)",
+       "number(int, 1)",
+       "test_ranges[image-size]")
+mutant("range: ends are left out", "machinery/options",
+       "if not low <= value <= high",
+       "if not low < value <= high",
+       "test_ranges")
+mutant("range: the last is left out", "machinery/options",
+       "if not low <= value <= high",
+       "if not low <= value < high",
+       "test_ranges")
+mutant("resume: --deterministic is another run", "machinery/options",
+       '"--deterministic", MAY_CHANGE,',
+       '"--deterministic", NONE,',
+       "test_what_may_change_at_resume[deterministic]")
+mutant("resume: --tensorboard is another run", "machinery/options",
+       '"--tensorboard", MAY_CHANGE,',
+       '"--tensorboard", NONE,',
+       "test_what_may_change_at_resume[tensorboard]")
+mutant("resume: --amp is harmless", "machinery/options",
+       '"--amp", ["off", "bf16", "fp16"], None, "off", NONE,',
+       '"--amp", ["off", "bf16", "fp16"], None, "off", MAY_CHANGE,',
+       "test_what_may_change_at_resume[amp]")
+mutant("resume: --grad-compress is harmless", "machinery/options",
+       '"--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", NONE,',
+       '"--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", MAY_CHANGE,',
+       "test_what_may_change_at_resume[grad_compress]")
+mutant("eval-only: in another precision", "machinery/options",
+       '"--dtype", ["float32", "float64"], None, "float32", EVALUATED,',
+       '"--dtype", ["float32", "float64"], None, "float32", NONE,',
+       "test_what_may_change_at_resume[dtype]")
+mutant("eval-only: with another smoothing", "machinery/options",
+       '"--label-smoothing", share, "X", 0.1, EVALUATED,',
+       '"--label-smoothing", share, "X", 0.1, NONE,',
+       "test_what_may_change_at_resume[label_smoothing]")
+mutant("nodes: workers are compared", "machinery/options",
+       '"--workers", whole, "N", None, FREE,',
+       '"--workers", whole, "N", None, MAY_CHANGE,',
+       "test_what_may_differ_between_nodes")
+
+# ----------------------------------------------------------------------------------------------------------------------- machinery/check.py
+
+mutant("slurm: only the first task checks", "machinery/check", "(torchrun and os.environ", "(os.environ", "test_every_task_of_srun_checks")
+mutant("check: in the process of the run", "machinery/check",
+       "pool.submit(check, args, device_type).result()", "check(args, device_type)",
+       "test_check_starts_no_thread_and_draws_no_random_number", "test_check_leaves_no_trace_in_the_state_of_the_task[single-1]")
+mutant("check: says what the run will say again", "machinery/check", "contextlib.redirect_stdout(io.StringIO())", "contextlib.nullcontext()",
+       "test_check_is_silent")
+mutant("check: lazy modules pass", "machinery/check", "if lazy := [", "if lazy := [] and [", "test_task_that_cannot_be_right_is_refused_before_the_run[lazy]")
+mutant("check: complex numbers pass", "machinery/check", "if names := [", "if names := [] and [",
+       "test_task_that_cannot_be_right_is_refused_before_the_run[complex]")
+mutant("check: complex buffers pass", "machinery/check", "[*net.named_parameters(), *net.named_buffers()]", "net.named_parameters()",
+       "test_task_that_cannot_be_right_is_refused_before_the_run[complex_buffer]")
+mutant("check: names of metrics are not compared", "machinery/check", "if first and (problem",
+       "if False and (problem",
+       "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]")
+mutant("check: one sample", "machinery/check",
+       "args, task, n = self.args, self.task, len(indices)",
+       "indices = indices[:1]\n        args, task, n = self.args, self.task, len(indices)",
+       "test_bad_input_is_refused_by_name")
+mutant("check: a metric named count", "machinery/check",
+       'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
+       'RESERVED = {"loss", "event", "epoch", "global_step"}',
+       "test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a metric named loss", "machinery/check",
+       'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
+       'RESERVED = {"count", "event", "epoch", "global_step"}',
+       "test_names_that_the_log_uses_itself_are_no_metrics")
+
+# ----------------------------------------------------------------------------------------------------------------------- machinery/tasks.py
+
+mutant("model: initial weights without the seed", "machinery/tasks", "    torch.manual_seed(args.seed)\n    net =", "    net =",
+       "test_seed_decides_the_initial_weights")
+mutant("options: a task without metrics", "machinery/tasks", "zip(Task._fields, functions)",
+       "zip(Task._fields[:3], functions)", f"{REFUSED}[single-1 --task TMP/three.py]")
+mutant("options: keyword-only options of a task not filled in", "machinery/tasks",
+       "{name: getattr(args, name) for name in names}", "{name: 0.0 for name in names}",
+       "test_label_smoothing_reaches_the_loss")
+mutant("weights: ignored in a run", "machinery/tasks",
+       'load_weights(net, weights, f"--weights {args.weights}")', "pass",
+       "test_weights_are_where_training_starts_in_every_mode[single-1]")
+mutant("weights: rounded to float32 first", "machinery/tasks", "task.build_model(args).to(getattr(torch, args.dtype))", "task.build_model(args)",
+       "test_weights_keep_their_precision")
+mutant("channels last: ignored", "machinery/tasks",
+       "torch.channels_last if args.channels_last else torch.contiguous_format",
+       "torch.contiguous_format",
+       "test_filters_are_stored_as_asked")
+mutant("channels last: always", "machinery/tasks",
+       "torch.channels_last if args.channels_last else torch.contiguous_format",
+       "torch.channels_last",
+       "test_filters_are_stored_as_asked")
+mutant("task: its folder goes first", "machinery/tasks",
+       "sys.path.append(folder)",
+       "sys.path.insert(0, folder)",
+       "test_neighbours_of_a_task_replace_nothing")
+mutant("options: metrics without their options", "machinery/tasks",
+       "*(fill_in(path, function, args) for function in functions[2:])",
+       "fill_in(path, functions[2], args), functions[3]",
+       "test_options_of_a_loss_and_of_a_metric_are_filled_in")
+
+# ------------------------------------------------------------------------------------------------------------------- machinery/stand_ins.py
+
+mutant("replicas: buffers shared", "machinery/stand_ins", "name: b.clone() for", "name: b for",
+       "test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: buffers never updated", "machinery/stand_ins", "return [buffers, *copies]",
+       "return [copies[0], *copies]", "test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: all drop the same units", "machinery/stand_ins", "seed_generators(seed + r)",
+       "seed_generators(seed)", f"{MASKS}[dp-2]")
+mutant("replicas: cut otherwise than torch does", "machinery/stand_ins",
+       "tensor.chunk(len(device_ids))[r]", "tensor.tensor_split(len(device_ids))[r]",
+       "test_pitfall_29_data_parallel_gathers_losses")
+mutant("replicas: first outputs twice", "machinery/stand_ins", "torch.cat(outputs)",
+       "torch.cat([outputs[0], *outputs[:-1]])", f"{EQUAL}[dp-2-1]")
+mutant("sync-bn: no gradient through the mean", "machinery/stand_ins",
+       "AllReduceSum.apply(torch.cat([value.sum(dims), count]))",
+       "AllReduceSum.apply(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: no gradient through the variance", "machinery/stand_ins",
+       "AllReduceSum.apply(centred.square().sum(dims))", "AllReduceSum.apply(centred.square().sum(dims).detach())",
+       f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: biased running variance", "machinery/stand_ins",
+       "variance.detach() * (n / (n - 1))", "variance.detach()", f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: variance of the rank alone", "machinery/stand_ins",
+       "AllReduceSum.apply(centred.square().sum(dims)) / n", "centred.square().mean(dims)",
+       f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: mean of the ranks' means", "machinery/stand_ins", "torch.cat([value.sum(dims), count])",
+       "torch.cat([value.mean(dims), torch.ones_like(count)])", f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: momentum None", "machinery/stand_ins",
+       "factor = 1 / self.num_batches_tracked.item()", "factor = 0.1",
+       f"{SYNC_BN}[1d-momentum None-2]")
+mutant("sync-bn: statistics of the batch in evaluation", "machinery/stand_ins",
+       "if not self.training or not dist", "if not dist", f"{SYNC_BN}[1d-default-2]")
+HALVES = "test_half_precision_is_normalised_by_statistics_in_float32"
+mutant("sync-bn: statistics in half precision", "machinery/stand_ins", "value.to(torch.promote_types(given, torch.float32))", "value", HALVES)
+mutant("sync-bn: float32 out of half precision", "machinery/stand_ins", "return normalised.to(given)", "return normalised", HALVES)
+mutant("sync-bn: squares in half precision", "machinery/stand_ins", "centred.square().sum(dims)", "centred.to(given).square().float().sum(dims)", HALVES)
+mutant("sync-bn: normalised in half precision", "machinery/stand_ins", "normalised = centred *", "normalised = centred.to(given) *", HALVES)
+mutant("sync-bn: count in half precision", "machinery/stand_ins", "value.numel() / value.shape[1], dtype=value.dtype)",
+       "value.numel() / value.shape[1], dtype=given).to(value.dtype)", HALVES)
+mutant("sync-bn: mean in half precision", "machinery/stand_ins", "mean, n = total[:-1] / total[-1],", "mean, n = (total[:-1] / total[-1]).to(given).to(value.dtype),",
+       HALVES)
+mutant("sync-bn: statistics of a layer in half precision", "machinery/stand_ins", "self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)",
+       "self.running_mean.lerp_(mean, factor)", HALVES)
+mutant("sync-bn: converted on accelerators too", "machinery/stand_ins",
+       'if device.type != "cpu":\n        return nn.Sync',
+       "if False:\n        return nn.Sync",
+       "test_accelerators_have_torchs_own")

@@ -1,0 +1,288 @@
+"""Mutants of a run and its files."""
+
+from mutants_base import BITWISE, DIVERGED, NAN, ORDERED, TOLD, WINNER, WINS, mutant
+
+# One fault takes two or three lines here, and not seven.
+# fmt: off
+
+# ------------------------------------------------------------------------------------------------------------------------- machinery/run.py
+
+mutant("save: --save-every ignored", "machinery/run", "if not ends and (due or self.stopping):", "if not ends and self.stopping:",
+       "test_save_every_saves_within_the_epoch")
+mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) and (state.best is None or score > state.best):", "if True:",
+       "test_best_is_not_the_last")
+mutant("save: best.pt is the worst", "machinery/run", "or score > state.best)", "or score < state.best)",
+       "test_best_and_kept_checkpoints")
+RESTORE = 'for name in ("optimizer", "scheduler", "scaler"):\n            getattr'
+mutant("resume: optimizer not restored", "machinery/run", RESTORE, RESTORE.replace('"optimizer", ', ""), f"{BITWISE}[single-1-9]")
+mutant("resume: scheduler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", ', ""),
+       "test_pitfall_23_learning_rate_goes_on_at_resume")
+mutant("resume: scaler not restored", "machinery/run", RESTORE, RESTORE.replace(', "scaler"', ""),
+       "test_loss_scale_of_fp16_goes_on_at_resume")
+mutant("resume: average not restored", "machinery/run", "self.average.load_state_dict({", "dict({", f"{BITWISE}[single-1-9]")
+mutant("resume: learning rate of the shorter run", "machinery/run", 'group["lr"] = peak * factor(self.global_step)', "pass",
+       "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
+mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error))", "pass",
+       "test_pitfall_31_rank_0_reads_and_decides")
+mutant("resume: sums of the log forgotten", "machinery/run", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
+mutant("average: never evaluated", "machinery/run", "if not state.average.n_averaged:", "if True:",
+       "test_ema_and_swa_are_what_they_say")
+mutant("log: skipped steps counted twice", "machinery/run", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
+mutant("log: loss of the whole run", "machinery/run", "        self.meter.clear()\n", "",
+       "test_logged_loss_is_that_since_the_last_line")
+mutant("divergence: never ends", "machinery/run", "state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
+mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
+mutant("stop: every rank by itself", "machinery/run", "flag = int(agreed[1]) if agreed else 0", "flag = self.received", "test_pitfall_11_sigterm_saves[0]")
+mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op",
+       "test_pitfall_11_sigterm_saves[0]")
+mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
+       "test_signal_to_all_ranks_is_one_signal")
+mutant("stop: without saving", "machinery/run", "if self.files:\n            plain", "if self.files and not self.stopping:\n            plain", f"{BITWISE}[single-1-9]")
+mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)",
+       'self._open() if os.environ.get("LOCAL_RANK", "0") == "0" else None',
+       "test_pitfall_32_one_rank_of_all_machines_saves")
+mutant("launch: ranks without a launcher do not save", "machinery/run", "end_with_parent(signal.SIGTERM)", "pass",
+       "test_pitfall_39_nothing_outlives_torchrun")
+mutant("restart: the cause is not shown", "machinery/run", 'print0(f"restart {attempt()}: {cause}", file=sys.stderr)', "pass",
+       "test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies")
+mutant("divergence: not seen at the end", "machinery/run",
+       "ends or state.global_step % MAX_SKIPPED_IN_A_ROW == 0",
+       "state.global_step % MAX_SKIPPED_IN_A_ROW == 0", DIVERGED)
+mutant("resume: a model that does not fit is a traceback", "machinery/run",
+       "except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:", "except ZeroDivisionError as error:",
+       "test_checkpoint_of_other_data_or_another_model_is_refused")
+mutant("save: whatever a task puts into its arguments", "machinery/run", "if isinstance(v, plain)}",
+       "}", "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+mutant("swa: statistics not estimated", "machinery/run",
+       'if self.args.average == "swa" and state.step == self.steps_per_epoch:', "if False:",
+       "test_swa_statistics_are_those_that_torch_estimates")
+mutant("swa: statistics of the next epoch", "machinery/run", "set_position(self.state.epoch, 0)",
+       "set_position(self.state.epoch + 1, 0)",
+       "test_swa_statistics_are_those_that_torch_estimates")
+mutant("swa: every rank evaluates its own statistics", "machinery/run",
+       "        common.sync_buffers(state.average.module)\n", "",
+       "test_buffers_of_an_average_are_evaluated_alike_by_eval_only[ddp]")
+mutant("swa: seeded by whoever loads", "machinery/run",
+       "seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())", "pass",
+       "test_swa_statistics_behind_dropout_do_not_depend_on_who_loads[single-1-1]")
+mutant("swa: statistics in the middle of an epoch", "machinery/run",
+       'self.args.average == "swa" and state.step == self.steps_per_epoch:',
+       'self.args.average == "swa":', "test_interrupted_swa_goes_on_bitwise")
+mutant("nodes: ranks are not compared", "machinery/run",
+       "        check_agreement(args, sampler.length, val_length, device)\n", "", f"{TOLD}[seed]")
+mutant("nodes: evaluation sets are not compared", "machinery/run",
+       "check_agreement(args, sampler.length, val_length, device)",
+       "check_agreement(args, sampler.length, 0, device)", f"{TOLD}[evaluation set]")
+mutant("nodes: code is not compared", "machinery/run", "path.read_bytes() for path in files",
+       'b"" for path in files', f"{TOLD}[code]")
+mutant("nodes: only one rank finds the difference", "machinery/run", 'raise by_all(f"{name} is',
+       'if get_rank() > 0:\n                return\n            raise by_all(f"{name} is',
+       f"{TOLD}[seed]")
+mutant("stop: ranks that do not save say that it was saved", "machinery/run",
+       "refused = broadcast_object(self.refused)\n            step",
+       "refused = self.refused\n            step",
+       "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
+mutant("nodes: what a task put into args is compared", "machinery/run",
+       "{option.name: getattr(args, option.key, None) for option in shared}", "dict(vars(args))",
+       "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+mutant("save: a run that could not be saved ends well", "machinery/run",
+       "        if refused:\n            raise", "        if False:\n            raise",
+       "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
+mutant("save: the other ranks end well", "machinery/run",
+       "refused = broadcast_object(self.refused)\n        if dist",
+       "refused = self.refused\n        if dist",
+       "test_ranks_of_a_run_that_could_not_be_saved_end_alike")
+mutant("save: a refused score is the best", "machinery/run", "state.best = earlier", "pass",
+       "test_refused_save_does_not_raise_the_best_score")
+MORE_EPOCHS = "test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages"
+mutant("swa: an average that begins too early is kept", "machinery/run",
+       "state.average.n_averaged.zero_()", "pass", f"{MORE_EPOCHS}[4-12]")
+mutant("stop: forgotten after an evaluation", "machinery/run",
+       "self.stop.agreed(wait=True) if state.epoch < args.epochs else None", "None",
+       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[single-1]")
+mutant("stop: after an evaluation only what was agreed before", "machinery/run", "agreed = self.pending if wait else earlier", "agreed = earlier",
+       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[ddp-2]")
+mutant("stop: a run that is done is called stopped", "machinery/run",
+       "self.stop.agreed(wait=True) if state.epoch < args.epochs else None",
+       "self.stop.agreed(wait=True)", "test_signal_in_the_last_evaluation_lets_the_run_end")
+mutant("ends: a rank leaves before the others know", "machinery/run",
+       'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
+       "return UsageError(message)", "test_early_end_of_all_ranks_waits_for_all")
+mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/run",
+       "SIGNALS[self.stopping] or int(bool(refused))", "SIGNALS[self.stopping]",
+       "test_warning_of_slurm_ends_with_1_if_the_run_could_not_be_saved")
+SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
+mutant("speed: in images a millisecond", "machinery/run", "(now - self.clock)", "((now - self.clock) * 1000)", SPEED)
+mutant("speed: since the start of the epoch", "machinery/run", "        self.clock = now\n", "", SPEED)
+mutant("speed: with the evaluation", "machinery/run", "self.clock, self.lr = time.perf_counter(),",
+       'self.clock, self.lr = getattr(self, "clock", time.perf_counter()),', SPEED)
+RANKS_SPEED = "test_speed_and_loss_are_those_of_all_ranks"
+mutant("speed: of one rank", "machinery/run", 'means["count"] / (now', "self.meter.count / (now", RANKS_SPEED)
+mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
+mutant("log: step of the run for that of the epoch", "machinery/run", '"step": state.step,\n', '"step": state.global_step,\n', SPEED)
+mutant("log: steps of an epoch are counted for --log-every", "machinery/run", "if ends or state.global_step % args.log_every == 0:",
+       "if ends or state.step % args.log_every == 0:", SPEED)
+mutant("log: an epoch's last step is not logged", "machinery/run", "if ends or state.global_step % args.log_every == 0:",
+       "if state.global_step % args.log_every == 0:", SPEED)
+mutant("log: learning rate of the next step", "machinery/run", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
+       "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
+mutant("log: norm rounded to float32", "machinery/run", '"grad_norm": grad_norm.item()', '"grad_norm": grad_norm.float().item()',
+       "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
+PRINTED = "test_printed_line_is_what_was_logged"
+mutant("print: epochs from 0", "machinery/run", "f\"epoch {line['epoch'] + 1}/", "f\"epoch {line['epoch']}/", PRINTED)
+mutant("print: step of the run for that of the epoch", "machinery/run", "step {state.step}/{self.steps_per_epoch}  ",
+       "step {state.global_step}/{self.steps_per_epoch}  ", PRINTED)
+mutant("print: samples for images/s", "machinery/run", "{line['images_per_s']:.0f} images/s", "{means['count']:.0f} images/s", PRINTED)
+mutant("print: skipped in a row for skipped", "machinery/run", "skipped {skipped} steps", "skipped {state.scaler.in_a_row:.0f} steps", PRINTED)
+mutant("print: four digits of the loss", "machinery/run", "loss {line['loss']:.6f}", "loss {line['loss']:.4f}", PRINTED)
+mutant("print: evaluation with the count twice", "machinery/run", 'for name, value in metrics.items() if name != "count"]',
+       "for name, value in metrics.items()]", "test_evaluation_is_printed_and_logged")
+mutant("print: a resumed run names the epoch before", "machinery/run", 'f"at epoch {state.epoch + 1}, step', 'f"at epoch {state.epoch}, step',
+       "test_resumed_run_says_where_it_goes_on")
+mutant("print: a finished run goes on", "machinery/run", "if state.epoch >= epochs:", "if state.epoch > epochs:",
+       "test_resumed_run_says_where_it_goes_on")
+BAR = "test_progress_bar_shows_the_position_and_the_figures"
+mutant("bar: starts at 0 after a resume", "machinery/run", "initial=self.state.step, ", "", BAR)
+mutant("bar: names the epoch before", "machinery/run", 'f"epoch {self.state.epoch + 1}/{self.args.epochs}"',
+       'f"epoch {self.state.epoch}/{self.args.epochs}"', BAR)
+mutant("bar: does not move", "machinery/run", "            self.bar.update()\n", "            self.bar.update(0)\n", BAR)
+mutant("bar: stays open", "machinery/run", "        self.bar.close()\n", "        pass\n", BAR)
+mutant("bar: position twice", "machinery/run", 'text.partition("  ")[2]',
+       "text", BAR)
+ALL = 'self.save(*names, "last.pt")'
+mutant("save: last.pt before best.pt", "machinery/run", ALL, 'self.save("last.pt", *names)', ORDERED)
+mutant("save: last.pt before the kept one", "machinery/run", ALL, 'self.save(*names[:1], "last.pt", *names[1:])', ORDERED)
+mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args.keep_every == 0", "state.epoch % args.keep_every == 1",
+       "test_kept_epochs_are_every_so_many")
+mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
+       "test_kept_epochs_are_every_so_many")
+TIES = "test_the_first_of_equal_scores_stays_the_best"
+mutant("best: the last of equal scores", "machinery/run", "or score > state.best)\n", "or score >= state.best)\n", TIES)
+mutant("best: infinity", "machinery/run", "math.isfinite(score) and (state", "not math.isnan(score) and (state", TIES)
+mutant("best: zero is no score", "machinery/run", "(state.best is None or score", "(not state.best or score", TIES)
+mutant("best: by the metric before the loss", "machinery/run", 'for name, value in metrics.items() if name != "loss")\n        self.log',
+       "for name, value in metrics.items())\n        self.log", "test_first_metric_that_is_no_loss_decides")
+mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
+       'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
+EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
+mutant("eval-only: the epoch after", "machinery/run", "epoch -= 1  # the checkpoint counts the epoch as done", "pass", EVAL_ONLY)
+mutant("eval-only: the epoch before the first", "machinery/run", "self.state.step == 0 < epoch", "self.state.step == 0", EVAL_ONLY)
+mutant("eval-only: the epoch before that of a step", "machinery/run", "self.state.step == 0 < epoch", "0 < epoch", EVAL_ONLY)
+REMEMBER = "self.received = max(self.received, list(SIGNALS).index(number) + 1)"
+mutant("signals: the last one wins", "machinery/run", REMEMBER, "self.received = list(SIGNALS).index(number) + 1", WINS)
+mutant("signals: the first one wins", "machinery/run", REMEMBER, "self.received = self.received or list(SIGNALS).index(number) + 1", WINS)
+mutant("signals: the weaker one wins", "machinery/run", REMEMBER,
+       "self.received = min(self.received or 9, list(SIGNALS).index(number) + 1)", WINS)
+mutant("signals: the weaker one of the ranks wins", "machinery/run", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
+mutant("signals: ranks wait in every step", "machinery/run", "agreed = self.pending if wait else earlier", "agreed = self.pending", WINNER)
+mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stopping.name} {step}"', 'f"stopped by {list(SIGNALS)[0].name} {step}"',
+       "test_stop_says_what_it_saved_and_ends_with_its_code")
+mutant("stop: what was not saved was saved", "machinery/run", "refused = broadcast_object(self.refused)\n            step", 'refused = ""\n            step',
+       "test_stop_that_could_not_be_saved_says_so")
+mutant("resume: fused of the other device", "machinery/run",
+       'group["fused"] = now["fused"]',
+       "pass",
+       "test_optimizer_of_an_accelerator_goes_on_here")
+
+# ----------------------------------------------------------------------------------------------------------------------- machinery/files.py
+
+mutant("save: NaN is written", "machinery/files", "        if bad:", "        if False:", "test_non_finite_parameters_never_reach_a_file")
+mutant("save: NaN in the average is written", "machinery/files", ', *checkpoint["average"].items()]', "]",
+       "test_non_finite_average_never_reaches_a_file")
+mutant("resume: changed options not noticed", "machinery/files", 'check_config(args, checkpoint["config"], path)', "pass",
+       "test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]")
+mutant("resume: a task may not move", "machinery/files", "then, now = Path(then).name, Path(now).name", "pass",
+       "test_task_may_move_to_another_folder")
+mutant("log: not cut back", "machinery/files", "self.log.truncate(self._bytes_before(checkpoint))", "pass",
+       "test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+mutant("log: evaluation after the checkpoint kept", "machinery/files", 'entry["epoch"] < checkpoint["epoch"]',
+       'entry["epoch"] <= checkpoint["epoch"]', "test_evaluation_after_the_checkpoint_is_logged_once")
+mutant("log: --eval-only cuts it", "machinery/files", "        if not args.eval_only:\n            best =",
+       "        if True:\n            best =",
+       "test_eval_only_does_not_touch_the_log_of_a_run")
+mutant("lock: none", "machinery/files", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
+mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/files", 'path.resolve() !=', "None is",
+       "test_going_back_to_an_older_checkpoint_is_going_back")
+mutant("resume: another run overwritten that ended meanwhile", "machinery/files", "if before != (last.exists()",
+       "if before is last and (last.exists()", "test_run_that_ended_while_this_one_was_starting_is_not_overwritten")
+mutant("resume: auto overwrites a run of which only the best is left", "machinery/files",
+       "elif others:", "elif False:",
+       "test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left")
+mutant("resume: another training set not noticed", "machinery/files", "if before != samples:",
+       "if False:", "test_checkpoint_of_other_data_or_another_model_is_refused")
+mutant("log: a foreign line ends the run", "machinery/files", "except (ValueError, KeyError, TypeError):", "except ValueError:",
+       "test_line_of_another_program_in_the_log_is_cut_off")
+mutant("restart: begins anew", "machinery/files", 'args.resume == "auto" or attempt():',
+       'args.resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
+mutant("tensorboard: left open", "machinery/files", "            self.writer.close()\n", "            pass\n",
+       "test_tensorboard_shows_what_the_log_says[single-1]")
+mutant("by design: taken from the end of the run", "machinery/files",
+       "became_non_finite(v, self.by_design.get(name))", "became_non_finite(v, v)",
+       "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
+mutant("swa: averages that are lost are not missed", "machinery/files", "if wanted in (0, found):",
+       "if True:", "test_swa_refuses_epochs_whose_average_is_lost")
+mutant("swa: names an epoch too low", "machinery/files", "math.ceil(4 * done / 3)", "4 * done // 3 - 1", "test_swa_refuses_epochs_whose_average_is_lost")
+mutant("eval-only: writes into the log of a run", "machinery/files",
+       'if args.eval_only and any(self.directory.glob("*.pt")):', "if False:",
+       "test_eval_only_does_not_touch_the_log_of_a_run")
+mutant("eval-only: never writes a line", "machinery/files",
+       'if args.eval_only and any(self.directory.glob("*.pt")):', "if args.eval_only:",
+       "test_eval_only_does_not_touch_the_log_of_a_run")
+mutant("resume: best.pt stays behind", "machinery/files",
+       'save_checkpoint(load_checkpoint(name), self.directory / "best.pt")', "str()",
+       "test_resume_in_another_folder_takes_best_along")
+mutant("resume: any best.pt will do", "machinery/files", 'if found["best"] == best:',
+       'if found["best"] is not None:',
+       "test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best")
+mutant("resume: a best score without its file", "machinery/files", 'checkpoint["best"] = None  # the', 'str()  # the',
+       "test_best_pt_that_was_deleted_is_written_anew")
+mutant("traces: the lock stays", "machinery/files",
+       "        at_end.callback(lambda: log() and log().close())\n", "",
+       "test_main_can_go_on_where_a_stop_ended_it")
+mutant("resume: last.pt before best.pt", "machinery/files",
+       "if best is not None and not self._has_best", "if False and not self._has_best",
+       "test_best_is_in_the_new_folder_before_last")
+mutant("log: infinity is written", "machinery/files", "isinstance(value, float) and not math.isfinite(value)",
+       "isinstance(value, float) and math.isnan(value)", "test_what_json_cannot_say_is_null")
+SCALARS = "test_tensorboard_gets_the_figures_of_the_log"
+mutant("tensorboard: counts are curves", "machinery/files", '"step", "global_step", "count"}', '"step", "global_step"}', SCALARS)
+mutant("tensorboard: over the epoch", "machinery/files", "line[name], line[\"global_step\"])", 'line[name], line["epoch"])', SCALARS)
+mutant("save: in the opposite order", "machinery/files", "        for name in names:\n", "        for name in names[::-1]:\n", ORDERED)
+LOGGED = "test_log_is_on_the_disk_before_a_checkpoint_is_begun"
+FSYNC = "        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log\n"
+mutant("save: the log stays in memory", "machinery/files", FSYNC, "", LOGGED)
+WRITE = "        for name in names:\n            save_checkpoint(checkpoint, self.directory / name)\n"
+mutant("save: the log after the checkpoint", "machinery/files", FSYNC + WRITE, WRITE + FSYNC, LOGGED)
+mutant("log: lines stay in Python's memory", "machinery/files", "        self.log.flush()\n", "", LOGGED)
+mutant("tensorboard: resumed without purging", "machinery/files",
+       'purge = checkpoint["global_step"] + 1 if checkpoint else None',
+       "purge = None",
+       "test_tensorboard_goes_on_after_the_step_of_the_checkpoint")
+mutant("tensorboard: purges its last step", "machinery/files",
+       'purge = checkpoint["global_step"] + 1 if',
+       'purge = checkpoint["global_step"] if',
+       "test_tensorboard_goes_on_after_the_step_of_the_checkpoint")
+mutant("log: the line of the checkpoint's own step is cut off", "machinery/files",
+       'entry["global_step"] <= checkpoint["global_step"]',
+       'entry["global_step"] < checkpoint["global_step"]',
+       "test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+mutant("log: a torn last line is kept", "machinery/files",
+       'if not done or not line.endswith("\\n"):',
+       "if not done:",
+       "test_log_stays_whole_lines_after_a_resume")
+mutant("log: length in characters", "machinery/files",
+       "kept += len(line.encode())",
+       "kept += len(line)",
+       "test_log_stays_whole_lines_after_a_resume")
+mutant("save: the last names of what is not finite", "machinery/files",
+       "bad[:5]",
+       "bad[-5:]",
+       "test_five_names_are_enough")
+mutant("folder: without the process", "machinery/files",
+       "{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+       "{time.strftime('%Y%m%d-%H%M%S')}",
+       "test_folder_of_a_run_without_a_name")
+mutant("folder: without the model", "machinery/files",
+       'f"runs/{args.dataset}-{args.model}-{run_id}"',
+       'f"runs/{args.dataset}-{run_id}"',
+       "test_folder_of_a_run_without_a_name")

@@ -1,0 +1,95 @@
+"""Mutants of programs of tools/."""
+
+from mutants_base import mutant
+
+# One fault takes two or three lines here, and not seven.
+# fmt: off
+
+# --------------------------------------------------------------------------------------------------------------------------- tools/bench.py
+
+ROW, PROCESSES, TURN = "test_row_of_one_device", "test_row_of_several_processes", "test_turns_time_only_the_steps_that_count"
+mutant("bench: the mean turn", "tools/bench", "middle = {name: median(times)", "middle = {name: mean(times)", ROW)
+mutant("bench: the fastest turn", "tools/bench", "middle = {name: median(times)", "middle = {name: min(times)", ROW)
+mutant("bench: ratios upside down", "tools/bench", "ratios = [bare / script for", "ratios = [script / bare for", ROW)
+mutant("bench: ratio of the medians", "tools/bench", '{"ratio": median(ratios),', '{"ratio": middle["bare"] / middle["script"],', ROW)
+mutant("bench: range upside down", "tools/bench", '"ratio_min": min(ratios), "ratio_max": max(ratios)', '"ratio_min": max(ratios), "ratio_max": min(ratios)',
+       ROW)
+mutant("bench: the smallest process", "tools/bench", 'max(rank["peak_mib"] for', 'min(rank["peak_mib"] for', PROCESSES)
+mutant("bench: bytes of rank 0", "tools/bench", 'mean(rank["bytes_sent"] for rank in ranks)', 'ranks[0]["bytes_sent"]', PROCESSES)
+mutant("bench: bytes of all ranks", "tools/bench", 'mean(rank["bytes_sent"] for rank in ranks)', 'sum(rank["bytes_sent"] for rank in ranks)', PROCESSES)
+mutant("bench: replicas send", "tools/bench", "ring_bytes(gradient_bytes, n)", "ring_bytes(gradient_bytes, devices)", "test_row_of_replicas")
+mutant("bench: latency in ms", "tools/bench", "args.latency * 1e-6", "args.latency * 1e-3", ROW)
+mutant("bench: bandwidth in bits", "tools/bench", "args.bandwidth * 1e9", "args.bandwidth * 1e9 / 8", ROW)
+mutant("bench: efficiency of the script", "tools/bench", 'predict(middle["bare"], gradient_bytes, many', 'predict(middle["script"], gradient_bytes, many',
+       ROW)
+mutant("bench: latency is in the bandwidth", "tools/bench", 'middle["many"] - middle["few"]', 'middle["many"]', PROCESSES)
+mutant("bench: latency of one message too many", "tools/bench", 'middle["few"] / (2 * n - 2)', 'middle["few"] / (2 * n)', PROCESSES)
+mutant("bench: predicted from the step with its all-reduce", "tools/bench", 'predict(middle["alone"]', 'predict(middle["bare"]', PROCESSES)
+mutant("bench: predicted by the tree", "tools/bench", '**link)["ring"]', '**link)["tree"]', PROCESSES)
+mutant("bench: the script's step is the measured one", "tools/bench", '"measured": middle["bare"]', '"measured": middle["script"]', PROCESSES)
+mutant("bench: each process has all cores", "tools/bench", "str(max(1, CORES // n))", "str(CORES)", PROCESSES)
+mutant("bench: the turn that warms up counts", "tools/bench", "* (turn > 0)", "* (turn >= 0)", TURN)
+mutant("bench: settling counts", "tools/bench", "if i == SETTLE:", "if i == 0:", TURN)
+mutant("bench: seconds of a window", "tools/bench", "return (time.perf_counter() - start) / steps", "return time.perf_counter() - start", TURN)
+mutant("bench: settling steps in the mean", "tools/bench", "return (time.perf_counter() - start) / steps",
+       "return (time.perf_counter() - start) / (SETTLE + steps)", TURN)
+mutant("bench: bytes of the timed steps only", "tools/bench", "(bytes_sent() - before) / (SETTLE + steps)", "(bytes_sent() - before) / steps", TURN)
+mutant("bench: gradient of frozen parameters", "tools/bench", "for p in run.state.net.parameters() if p.requires_grad]", "for p in run.state.net.parameters()]",
+       TURN)
+mutant("bench: bare loop sums its losses", "tools/bench", "/ args.batch_size\n    model", "/ 1\n    model",
+       "test_bare_loop_makes_the_step_of_the_script[single]")
+mutant("bench: bare loop trains the script's network", "tools/bench", "copy.deepcopy(run.state.net)", "run.state.net",
+       "test_bare_loop_makes_the_step_of_the_script[single]")
+mutant("bench: one device is N", "tools/bench", 'share = 1 if args.kind == "cpu" else row["devices"]', "share = 1",
+       "test_accelerators_share_nothing")
+TABLE, START = "test_table_shows_each_row_and_its_share_of_one_device", "test_start_up_is_the_median_of_turns"
+mutant("bench: cores are devices", "tools/bench", 'share = 1 if args.kind == "cpu" else row["devices"]', 'share = row["devices"]', TABLE)
+mutant("bench: scaled by the bare loop", "tools/bench", 'row["script"] / one', 'row["bare"] / one', TABLE)
+mutant("bench: start-up once", "tools/bench", "min(3, args.repeats)", "min(1, args.repeats)", TABLE)
+mutant("bench: the fastest start-up", "tools/bench", "return {name: median(times) for name, times in seconds", "return {name: min(times) for name, times in seconds",
+       START)
+mutant("bench: start-up until the first line", "tools/bench", 'if not any("step 1/" in line', 'if not any("" in line', START)
+mutant("bench: start-up in the ranks' world", "tools/bench", "os.environ.items() if name not in OF_WORKERS}", "os.environ.items()}", START)
+mutant("bench: MiB for MB", "tools/bench", 'row["bytes_formula"] / 1e6,', 'row["bytes_formula"] / 2**20,', TABLE)
+mutant("bench: columns swapped", "tools/bench", 'f"{row[\'bare\']:.0f}", f"{row[\'script\']:.0f}"]', 'f"{row[\'script\']:.0f}", f"{row[\'bare\']:.0f}"]', TABLE)
+mutant("bench: exit code of a failed worker", "tools/bench", "code, words = codes[index],", "code, words = 1,",
+       "test_failing_worker_is_told_by_the_last_line_of_its_log")
+mutant("bench: a worker that lost another is blamed", "tools/bench", "if codes[index] == LOST:", "if False:",
+       "test_failing_worker_is_told_by_the_last_line_of_its_log")
+
+# ---------------------------------------------------------------------------------------------------------------------------- tools/plot.py
+
+mutant("plot: negative losses on a logarithmic axis", "tools/plot", "if name in LOGARITHMIC and positive", "if name in LOGARITHMIC",
+       "test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
+mutant("plot: only the last run counts", "tools/plot", "positive = positive and all(", "positive = all(",
+       "test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
+mutant("plot: counts are drawn", "tools/plot",
+       'COUNTS = {"event", "epoch", "step", "global_step", "count"}',
+       'COUNTS = {"event", "epoch", "step", "global_step"}',
+       "test_axes_panels_and_lines")
+mutant("plot: four columns", "tools/plot",
+       "columns = min(3, len(panels))",
+       "columns = min(4, len(panels))",
+       "test_axes_panels_and_lines")
+mutant("plot: all lines of one width", "tools/plot",
+       "width = 1 + 5 *",
+       "width = 1 + 0 *",
+       "test_axes_panels_and_lines")
+mutant("plot: a single point is not seen", "tools/plot",
+       'marker="." if len(points) < 3 else ""',
+       'marker=""',
+       "test_axes_panels_and_lines")
+mutant("plot: events mixed", "tools/plot",
+       'if line["event"] == event and line.get(name) is not None]',
+       "if line.get(name) is not None]",
+       "test_axes_panels_and_lines")
+mutant("plot: empty panels stay", "tools/plot",
+       "        axis.remove()\n",
+       "        pass\n",
+       "test_axes_panels_and_lines")
+mutant("plot: any suffix", "tools/plot",
+       'args.output.suffix not in (".svg", ".png", ".pdf") or',
+       "",
+       "test_picture_that_cannot_be_written_is_refused")
+mutant("plot: loss on a linear axis", "tools/plot", '"log" if name in LOGARITHMIC and positive else "linear"', '"linear"',
+       "test_axes_panels_and_lines")
