@@ -47,6 +47,32 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run on one device that has ended."""
+    from harness import train
+    from short_runs import SMALL
+
+    return train(
+        "single", 1, *SMALL, "--keep-every", "3", folder=tmp_path_factory.mktemp("finished")
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that has ended an epoch, and made the steps of a second one."""
+    from runs import make_run, make_step, start_epoch
+
+    run = make_run(tmp_path, "--keep-every", 2, "--log-every", 4)
+    for epoch in range(2):
+        start_epoch(run)
+        for _ in range(6):
+            make_step(run, [1.0])
+        if epoch == 0:
+            run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    return run
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import nodes
     import torch

@@ -1,7 +1,7 @@
 """Runs the scripts' own `main` in real processes and returns what they left: exit code, output, log, checkpoint, gradients.
 
 Importing torch takes seconds, so that every rank is a fork of one server that has imported it. What differs from a launch by hand: the
-rendezvous is a file or a port that the system chose, and every rank has one thread. Real launches are in test_run_sh.py.
+rendezvous is a file or a port that the system chose, and every rank has one thread. Real launches are in test_launch.py.
 """
 
 from __future__ import annotations
@@ -405,3 +405,22 @@ def check(mode: str, n: int, *argv: str) -> None:
 
 def make_args(mode: str = "single", *argv: str) -> Namespace:
     return machinery.options.parse_args(mode, list(argv))
+
+
+def walk(value):
+    """The value and all that it holds."""
+    yield value
+    for child in (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    ):
+        yield from walk(child)
+
+
+def fetched(dataset, epoch, indices, seed=0):
+    """Samples of an epoch, as a loader worker fetches them."""
+    args = Namespace(seed=seed, skip_corrupt=False)
+    return keyed(dataset, args).__getitems__((epoch, indices))[0]

@@ -58,3 +58,7 @@ def make_step(run, losses, norm=1.0):
     run.state.scheduler.step()
     run.state.average.after_step(run.state.net)
     run.end_step(torch.tensor(norm, dtype=torch.float64))
+
+
+def load(path):
+    return torch.load(path, weights_only=True)

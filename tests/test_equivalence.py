@@ -1,10 +1,28 @@
 """Every mode at every world size computes what one device computes: gradients, parameters, loss lines and evaluation lines, to rounding."""
 
+import functools
+import itertools
+import json
+import re
+
 import pytest
-from harness import TASKS, compare, deviation, single_run, train
+import torch
+import torch.distributed as dist
+from harness import TASKS, compare, deviation, single_run, train, undisturbed
+from patches import BASE, printed, scale_by_1024
+from runs import CPU
+from short_runs import MODES, ODD
+from torch import nn
+
+import common
+import machinery.files
+import machinery.processes
+import machinery.run
+import machinery.stand_ins
+import machinery.tasks
 
 # 203 samples in batches of 30: the last 23 are dropped, and neither 4 ranks nor 3 micro-batches divide a batch
-BASE = (
+DIGITS = (
     "--task",
     str(TASKS / "small.py"),
     "--dtype",
@@ -16,7 +34,7 @@ BASE = (
     "--log-every",
     "4",
 )
-MODES = [
+SIZES = [
     ("dp", 1),
     ("dp", 2),
     ("dp", 3),
@@ -33,16 +51,16 @@ MODES = [
 @pytest.mark.parametrize(
     ("mode", "n", "accum_steps"),
     [
-        *((*mode, steps) for mode in MODES for steps in (1, 2)),
+        *((*mode, steps) for mode in SIZES for steps in (1, 2)),
         ("dp", 3, 3),
         ("ddp", 4, 3),
         ("spawn", 3, 3),
     ],
 )
 def test_mode_equals_one_device(mode, n, accum_steps, tmp_path):
-    reference = single_run(*BASE)
+    reference = single_run(*DIGITS)
     deviations = compare(
-        train(mode, n, *BASE, "--accum-steps", accum_steps, folder=tmp_path), reference
+        train(mode, n, *DIGITS, "--accum-steps", accum_steps, folder=tmp_path), reference
     )
     assert deviations.pop("gradients") <= 1e-12, "the first step's gradients"
     assert max(deviations.values()) <= 1e-10, deviations
@@ -51,7 +69,8 @@ def test_mode_equals_one_device(mode, n, accum_steps, tmp_path):
 @pytest.mark.parametrize("accum_steps", [2, 3, 30])
 def test_accumulation_on_one_device(accum_steps, tmp_path):
     deviations = compare(
-        train("single", 1, *BASE, "--accum-steps", accum_steps, folder=tmp_path), single_run(*BASE)
+        train("single", 1, *DIGITS, "--accum-steps", accum_steps, folder=tmp_path),
+        single_run(*DIGITS),
     )
     assert max(deviations.values()) <= 1e-10, deviations
 
@@ -69,8 +88,6 @@ FEATURES = {
     "channels last": "--channels-last",
     "unused option of ddp": "--find-unused-parameters",
 }
-
-
 OF_ITS_OWN = [
     "clipping",
     "frozen layers",
@@ -89,7 +106,7 @@ OF_ITS_OWN = [
     ],
 )
 def test_feature_equals_one_device(mode, n, feature, tmp_path):
-    argv = (*BASE, "--batch-size", "31", *FEATURES[feature].split())  # which 3 does not divide
+    argv = (*DIGITS, "--batch-size", "31", *FEATURES[feature].split())  # which 3 does not divide
     result = train(mode, n, *argv, folder=tmp_path)
     deviations = compare(result, single_run(*argv))
     assert max(deviations.values()) <= 1e-10, deviations
@@ -101,15 +118,15 @@ def test_feature_equals_one_device(mode, n, feature, tmp_path):
 
 def test_training_is_not_trivial(tmp_path):
     """What the equalities above rest on: every epoch has its own order and augmentation, and ranks see different samples."""
-    plain, other_seed = single_run(*BASE), single_run(*BASE, "--seed", "1")
+    plain, other_seed = single_run(*DIGITS), single_run(*DIGITS, "--seed", "1")
     assert deviation(plain.gradients[0][0], other_seed.gradients[0][0]) > 1e-3
-    clipped = single_run(*BASE, "--clip-grad-norm", "0.5")
+    clipped = single_run(*DIGITS, "--clip-grad-norm", "0.5")
     assert all(line["grad_norm"] > 0.5 for line in plain.train_lines()[:2]), (
         "or clipping would not clip"
     )
     assert deviation(clipped.checkpoint()["model"], plain.checkpoint()["model"]) > 1e-3
-    frozen = single_run(*BASE, "--freeze", "conv1.*", "conv2.bias").checkpoint()["model"]
-    start = single_run(*BASE, "--lr", "0", "--weight-decay", "0", "--epochs", "1").checkpoint()[
+    frozen = single_run(*DIGITS, "--freeze", "conv1.*", "conv2.bias").checkpoint()["model"]
+    start = single_run(*DIGITS, "--lr", "0", "--weight-decay", "0", "--epochs", "1").checkpoint()[
         "model"
     ]
     assert [name for name in start if frozen[name].equal(start[name])] == [
@@ -117,3 +134,288 @@ def test_training_is_not_trivial(tmp_path):
         "conv1.bias",
         "conv2.bias",
     ]
+
+
+# ------------------------------------------------------------ what ranks share and what they do not
+
+
+def print_masks(rank):
+    forward = nn.Dropout.forward
+
+    def watched(self, value):
+        output = forward(self, value)
+        if self.training:
+            print("mask", json.dumps((output == 0).int().flatten().tolist()))
+        return output
+
+    nn.Dropout.forward = watched
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_dropout_never_repeats(mode, n, tmp_path):
+    """Every rank or replica drops other units in every micro-batch of every step of every epoch, and none in evaluation."""
+    argv = (*BASE, "--model", "dropout", "--epochs", "2", "--accum-steps", "2")
+    result = train(mode, n, *argv, folder=tmp_path, patch=print_masks)
+    assert result.code == 0, result.err
+    masks = printed(result.out, "mask")
+    masks = [
+        mask for mask in masks if len(mask) > max(map(len, masks)) / 2
+    ]  # not the two samples of settle_buckets
+    masks = [
+        tuple(mask[:200]) for mask in masks
+    ]  # pieces are not equally long, and their masks begin alike
+    assert len(masks) == 2 * 6 * 2 * n
+    assert len(set(masks)) == len(masks)
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_loss_scale_leaves_no_trace(mode, n, tmp_path):
+    argv = (*BASE, "--epochs", "1", "--clip-grad-norm", "0.5")
+    reference, result = (
+        single_run(*argv),
+        train(mode, n, *argv, folder=tmp_path, patch=scale_by_1024),
+    )
+    assert result.code == 0, result.err
+    assert (
+        result.checkpoint()["scaler"]["scale"] == 1024
+        and reference.train_lines()[0]["grad_norm"] > 0.5
+    )
+    assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
+    assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
+
+
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("spawn", 2)])
+def test_sync_bn_with_accumulation_equals_one_device(mode, n, tmp_path):
+    """Only if the ranks cut the same micro-batches as one device do they have its statistics."""
+    argv = (*BASE, "--model", "batchnorm", "--epochs", "1", "--accum-steps", "2")
+    reference, result = single_run(*argv), train(mode, n, *argv, "--sync-bn", folder=tmp_path)
+    assert result.code == 0, result.err
+    assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-11
+    models = [
+        {k: v for k, v in run.checkpoint()["model"].items() if v.is_floating_point()}
+        for run in (result, reference)
+    ]
+    assert "between.running_var" in models[0] and deviation(*models) <= 1e-9
+
+
+def print_evaluated_buffers(mode, rank):
+    script = __import__(f"train_{mode}")
+    evaluate = script.evaluate
+
+    def watched(args, task, model, *others):
+        print("buffers", json.dumps([buffer.tolist() for buffer in model.buffers()]))
+        return evaluate(args, task, model, *others)
+
+    script.evaluate = watched
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_batchnorm_buffers_are_evaluated_alike(mode, tmp_path):
+    argv = (*BASE, "--model", "batchnorm", "--epochs", "1")
+    first, second = printed(
+        train(
+            mode, 2, *argv, folder=tmp_path, patch=functools.partial(print_evaluated_buffers, mode)
+        ).out,
+        "buffers",
+    )
+    assert first == second and len(first) == 3
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_buffers_of_an_average_are_evaluated_alike_by_eval_only(mode, tmp_path):
+    """A checkpoint that a signal within an evaluation left: its average has no statistics yet."""
+    argv = (*BASE, "--model", "batchnorm", "--epochs", "1", "--average", "swa")
+    result = train(mode, 2, *argv, folder=tmp_path / "trained")
+    saved = {**result.checkpoint(), "epoch": 0, "step": result.checkpoint()["global_step"]}
+    torch.save(saved, tmp_path / "within.pt")
+    patch = functools.partial(print_evaluated_buffers, mode)
+    again = train(
+        mode,
+        2,
+        *argv,
+        "--eval-only",
+        "--resume",
+        tmp_path / "within.pt",
+        folder=tmp_path / "again",
+        patch=patch,
+    )
+    assert again.code == 0, again.err
+    first, second = printed(again.out, "buffers")
+    trained = [
+        value.tolist()
+        for name, value in result.checkpoint()["average"].items()
+        if re.search("running|tracked", name)
+    ]
+    assert first == second == trained
+
+
+def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
+    """Replica 0 keeps the running statistics, and the others do not touch them, as rank 0 does."""
+    argv = (
+        *BASE,
+        "--model",
+        "batchnorm",
+        "--batch-size",
+        "24",
+        "--epochs",
+        "1",
+    )  # an even share: both cut it alike
+    result, reference = train("dp", 2, *argv, folder=tmp_path), undisturbed("ddp", 2, *argv)
+    assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
+    assert result.checkpoint()["model"]["between.running_mean"].abs().max() > 1e-3
+
+
+def test_replicas_take_empty_parts_of_a_sample():
+    values = ({"x": torch.arange(7), "nothing": {}}, [(), torch.arange(7) * 2])
+
+    def scatter(values, n):
+        pieces, options = machinery.stand_ins.DataParallel(
+            nn.Linear(1, 1), n, torch.device("cpu")
+        ).scatter(values, {}, list(range(n)))
+        assert len(options) == len(pieces) and not any(options)
+        return pieces
+
+    cut = scatter(values, 3)
+    assert [piece[0]["x"].tolist() for piece in cut] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [piece[1][1].tolist() for piece in cut] == [[0, 2, 4], [6, 8, 10], [12]]
+    assert all(piece[0]["nothing"] == {} and piece[1][0] == () for piece in cut)
+    assert len(scatter(values, 4)) == 4 and len(scatter((torch.arange(5),), 4)) == 3
+
+
+EVERYTHING = (
+    "--task",
+    str(TASKS / "everything.py"),
+    "--dtype",
+    "float64",
+    "--epochs",
+    "2",
+    "--batch-size",
+    "30",
+    "--device",
+    "cpu",
+)
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_frozen_batchnorm_keeps_its_statistics(mode, n, tmp_path):
+    trained = single_run(*EVERYTHING).checkpoint()["model"]
+    means = [name for name in trained if name.endswith("running_mean")]
+    assert means and all(trained[name].abs().sum() > 0 for name in means)
+    norms = [name.removesuffix("running_mean") for name in means]
+    result = train(
+        mode, n, *EVERYTHING, "--freeze", *(f"{norm}*" for norm in norms), folder=tmp_path
+    )
+    frozen = result.checkpoint()["model"]
+    for norm in norms:
+        assert (
+            frozen[f"{norm}running_mean"].abs().sum() == 0
+            and frozen[f"{norm}num_batches_tracked"] == 0
+        )
+        assert (frozen[f"{norm}running_var"] == 1).all()
+    half = train(
+        mode,
+        n,
+        *EVERYTHING,
+        "--freeze",
+        *(f"{norm}weight" for norm in norms),
+        folder=tmp_path / "half",
+    ).checkpoint()["model"]
+    assert half[means[0]].abs().sum() > 0, "its bias is trained"
+
+
+def print_sent_bytes(rank):
+    import train_ddp
+
+    class Watched(train_ddp.DistributedDataParallel):
+        def __init__(self, module, **keywords):
+            super().__init__(module, **keywords)
+            print("sent:", self._get_ddp_logging_data()["total_parameter_size_bytes"])
+
+    train_ddp.DistributedDataParallel = Watched
+
+
+def test_no_gradient_of_frozen_parameters_is_sent(tmp_path):
+    argv = ("--epochs", "1", "--batch-size", "700", "--freeze", "conv*")
+    result = train("ddp", 2, *argv, folder=tmp_path, patch=print_sent_bytes)
+    assert result.out.count(f"sent: {(384 * 10 + 10) * 4}\n") == 2, result.out + result.err
+
+
+# ------------------------------------------------------------------------ precision and compression
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_compressed_gradients_differ_by_their_rounding(name, tmp_path):
+    argv = (*BASE, "--epochs", "1")
+    dtype, plain = (
+        {"bf16": torch.bfloat16, "fp16": torch.float16}[name],
+        undisturbed("ddp", 2, *argv).gradients[0][0],
+    )
+    sent = train("ddp", 2, *argv, "--grad-compress", name, folder=tmp_path).gradients[0][0]
+    assert all(gradient.to(dtype).to(gradient.dtype).equal(gradient) for gradient in sent.values())
+    assert not any(
+        gradient.to(dtype).to(gradient.dtype).equal(gradient) for gradient in plain.values()
+    )
+    assert 2**-20 < deviation(sent, plain) < 10 * 2**-9
+
+
+@pytest.mark.parametrize(
+    ("amp", "dtype"),
+    [("off", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+    ids=["off", "bf16", "fp16"],
+)
+def test_amp_computes_in_its_type(amp, dtype):
+    with common.autocast(CPU, amp):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+def nan_in_step(step, rank):
+    from patches import wrap_in_task
+
+    calls = itertools.count(-1)  # the first one is that of settle_buckets
+
+    def per_sample_loss(original, outputs, targets):
+        losses = original(outputs, targets)
+        return (
+            losses * float("nan")
+            if losses.requires_grad and next(calls) == step and rank == 1
+            else losses
+        )
+
+    wrap_in_task("per_sample_loss", per_sample_loss)
+
+
+def test_power_sgd_forgets_a_nan(tmp_path):
+    argv = (*ODD, "--model", "conv", "--epochs", "6", "--grad-compress", "powersgd")
+    result = train("spawn", 2, *argv, folder=tmp_path, patch=functools.partial(nan_in_step, 14))
+    assert result.code == 0, result.err
+    assert [line["global_step"] for line in result.train_lines() if line["skipped"]] == [15]
+    assert result.train_lines()[-1]["loss"] < 0.7 * result.train_lines()[13]["loss"], (
+        "it goes on learning"
+    )
+    assert result.checkpoint()["global_step"] == 36
+
+
+def watch_hook(rank):
+    """Print whether each future was done when the hook returned it."""
+    register = nn.parallel.DistributedDataParallel.register_comm_hook
+
+    def watched(model, state, hook):
+        def call(state, bucket):
+            future = hook(state, bucket)
+            print("done", json.dumps([bucket.index(), future.done()]))
+            return future
+
+        register(model, state, call)
+
+    nn.parallel.DistributedDataParallel.register_comm_hook = watched
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1000  # so that a small network has two
+
+
+def test_buckets_that_powersgd_sends_do_not_overtake_one_another(tmp_path):
+    """torch's hook starts a bucket's second all-reduce when its first is done: over gloo two buckets then mix, and the process aborts."""
+    result = train(
+        "ddp", 2, *BASE, "--grad-compress", "powersgd", folder=tmp_path, patch=watch_hook
+    )
+    assert result.code == 0, result.err
+    calls = printed(result.out, "done")
+    assert {index for index, _ in calls} == {0, 1} and all(done for _, done in calls)

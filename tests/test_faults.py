@@ -3,16 +3,16 @@
 | fault | its short form |
 |---|---|
 | SIGKILL to all processes, within a save | here |
-| SIGKILL to one rank, to the launcher | test_pitfalls_01_14.py (06), test_pitfalls_29_42.py (39) |
-| SIGTERM, SIGINT, SIGUSR1 | test_signals.py, test_checkpoint.py, test_pitfalls_01_14.py (11), test_survivors.py (to all ranks) |
+| SIGKILL to one rank, to the launcher | test_pitfalls_processes.py (06, 39) |
+| SIGTERM, SIGINT, SIGUSR1 | test_signals.py, test_resume.py, test_pitfalls_checkpoints.py (11) |
 | death of a rank, and the restart | here |
-| exception, exit and death of a rank, exception in a loader worker, and the resume | here; that the job ends: test_pitfalls_01_14.py (06) |
+| exception, exit and death of a rank, exception in a loader worker, and the resume | here; that the job ends: test_pitfalls_processes.py (06) |
 | SIGKILL to a loader worker | here |
-| NaN loss, NaN input | here, with a resume; test_pitfalls_01_14.py (05), test_survivors.py |
-| full disk, file size limit | test_checkpoint.py, test_pitfalls_01_14.py (10) |
-| last.pt truncated, with a flipped bit | here; test_checkpoint.py |
-| a second run in the folder | test_checkpoint.py |
-| read-only folder | test_cli.py |
+| NaN loss, NaN input | here, with a resume; test_pitfalls_gradients.py (05), test_failures.py |
+| full disk, file size limit | test_checkpoint_files.py, test_pitfalls_checkpoints.py (10) |
+| last.pt truncated, with a flipped bit | here; test_checkpoint_files.py |
+| a second run in the folder | test_resume.py |
+| read-only folder | test_bad_input.py |
 """
 
 import functools
@@ -27,7 +27,7 @@ import pytest
 import torch
 from harness import TASKS, Result, single_run, train, undisturbed
 from launches import Launch
-from pitfalls import Patches, set_environment, stop_after, without_speed
+from patches import Patches, set_environment, stop_after, without_speed
 
 SMALL = (
     "--task",

@@ -17,8 +17,7 @@ import torch
 from harness import deviation, rank_of_run, run_processes, single_run
 from launches import ROOT, TASKS, Launch, free_port, listening, send
 from nodes import PORT, job, spawn, two_hosts
-from pitfalls import BASE, stop_after, wrap_in_task
-from test_pitfalls_01_14 import spawn_launcher
+from patches import BASE, spawn_launcher, stop_after, wrap_in_task
 
 import common
 import machinery.files

@@ -1,9 +1,27 @@
-"""Which samples a rank sees, in which order and how augmented: properties checked over every small case."""
+"""Which samples a rank sees, in which order, how augmented and by whom loaded: properties checked over every small case."""
+
+import itertools
+import random
+from argparse import Namespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from harness import loader_of, make_args, make_sampler
+from harness import (
+    compare,
+    fetched,
+    keyed,
+    loader_of,
+    make_args,
+    make_sampler,
+    sampler_of,
+    single_run,
+    train,
+    undisturbed,
+)
+from patches import BASE
+from short_runs import ODD
 from torch.utils.data import Dataset
 
 import common
@@ -183,26 +201,6 @@ def test_a_sample_is_augmented_alike_whoever_loads_it(dataset, workers, world_si
     assert changed > 0.7 * len(common_indices), "every epoch draws anew"
 
 
-def test_shift_moves_the_image_by_at_most_one_pixel():
-    images = torch.zeros(200, 1, 8, 8, dtype=torch.uint8)
-    images[:, 0, 4, 4] = 255
-    dataset = task.ImagesInMemory(images, torch.arange(200), shift=1)
-    found = dataset.__getitems__(list(range(200)))[0].nonzero()[:, 2:]
-    offsets = {tuple(position) for position in (found - 4).tolist()}
-    assert offsets == {(row, column) for row in (-1, 0, 1) for column in (-1, 0, 1)}
-    assert dataset[7][0].equal(dataset.__getitems__([7])[0][0])
-
-
-def test_digits_are_split_as_the_licence_note_says():
-    train, held_out = task.build_datasets(make_args())
-    assert (len(train), len(held_out)) == (1437, 360)
-    assert not train[0][0].equal(held_out[0][0])
-    train_bytes = {
-        image.numpy().tobytes() for image, _ in (held_out[index] for index in range(360))
-    }
-    assert len(train_bytes) > 350, "the held-out samples are real and differ"
-
-
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
     batch = (
@@ -266,3 +264,245 @@ def test_loader_has_a_worker_for_each_core_and_pins(threads, device, workers, mo
     args = make_args("single", "--workers", "5")
     loader_of(args, [0, 1], make_sampler(40, 4), torch.device(device))
     assert told[1]["num_workers"] == 5
+
+
+class DrawsFromEverywhere(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(
+            [torch.rand(()).item(), random.random(), np.random.rand()]
+        ), torch.tensor(index)
+
+
+def test_augmentation_by_python_or_numpy_is_keyed_by_the_sample_too():
+    dataset = keyed(DrawsFromEverywhere(), make_args())
+    one, other = dataset.__getitems__((1, [3, 5]))[0], dataset.__getitems__((1, [5, 2]))[0]
+    assert one[1].equal(other[0])
+    assert (one[0] != one[1]).all() and (dataset.__getitems__((2, [5]))[0][0] != one[1]).all()
+
+
+class Pair(NamedTuple):
+    box: torch.Tensor
+    label: torch.Tensor
+
+
+def test_namedtuples_stay_namedtuples():
+    first, second = common.split_batch(Pair(torch.arange(4), torch.arange(4)), 2)
+    assert (
+        isinstance(first, Pair) and first.box.tolist() == [0, 1] and second.label.tolist() == [2, 3]
+    )
+
+
+# ----------------------------------------------------------------------------------------- balanced
+
+
+class Labelled:
+    """Ninety samples of class 7, nine of class 3 and one of class 5."""
+
+    targets = [7] * 90 + [3] * 9 + [5]
+
+    def __len__(self):
+        return 100
+
+
+def balanced(rank=0, world_size=1, epoch=0, dataset=Labelled):
+    args = Namespace(batch_size=10, accum_steps=1, seed=0, balanced=True)
+    sampler = sampler_of(args, dataset(), rank, world_size)
+    sampler.set_position(epoch, 0)
+    return [indices for _, indices in sampler]
+
+
+def test_balanced_draws_every_class_equally_often_and_every_sample_of_it():
+    drawn = torch.tensor(
+        [index for epoch in range(30) for batch in balanced(epoch=epoch) for index in batch]
+    )
+    assert len(drawn) == 3000 and drawn.unique().tolist() == list(range(100))
+    classes = torch.tensor(Labelled.targets)[drawn]
+    for label in (7, 3, 5):
+        assert 0.30 < (classes == label).double().mean() < 0.37
+    counts = drawn.bincount(minlength=100)
+    assert counts[:90].max() < 30 and counts[90:99].min() > 70, "alike within a class"
+    assert balanced() != balanced(epoch=1) and balanced() == balanced()
+
+
+def test_balanced_order_is_the_same_at_any_world_size():
+    for world_size in (2, 3, 4):
+        pieces = [balanced(rank, world_size) for rank in range(world_size)]
+        assert [
+            [index for piece in pieces for index in piece[step]] for step in range(10)
+        ] == balanced()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (None, "needs a training set with `targets`, one number or text per sample, its class"),
+        ([0] * 99, r".*\(ValueError: \[99\] targets for 100 samples\)"),
+        (torch.zeros(100, 2), r".*\(ValueError: \[100, 2\] targets for 100 samples\)"),
+        ([{"class": 1}] * 100, "its class \\(TypeError"),
+    ],
+)
+def test_balanced_needs_the_class_of_each_sample(targets, message):
+    dataset = type(
+        "Other",
+        (),
+        {"__len__": Labelled.__len__} | ({} if targets is None else {"targets": targets}),
+    )
+    with pytest.raises(common.UsageError, match=f"--balanced .*{message}"):
+        balanced(dataset=dataset)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        torch.tensor,
+        np.array,
+        lambda values: [str(v) for v in values],
+        lambda values: list(torch.tensor(values)),
+    ],
+)
+def test_balanced_takes_targets_of_any_kind(kind):
+    order = balanced(
+        dataset=type("Other", (Labelled,), {"targets": kind(sorted(Labelled.targets))})
+    )
+    assert order == balanced(
+        dataset=type("Other", (Labelled,), {"targets": sorted(Labelled.targets)})
+    )
+
+
+def test_balanced_run_is_the_same_in_another_mode(tmp_path):
+    argv = (*BASE, "--balanced")
+    reference = single_run(*argv)
+    assert compare(reference, single_run(*BASE))["gradients"] > 1e-3, "other samples"
+    assert max(compare(train("ddp", 3, *argv, folder=tmp_path), reference).values()) < 1e-10
+
+
+# -------------------------------------------------------------------------------- wrapped data sets
+
+
+@pytest.mark.parametrize("kind", ["subset", "own"])
+def test_wrapped_data_set_trains_like_the_plain_one(kind, tmp_path):
+    plain = undisturbed("single", 1, *ODD, "--model", "conv")
+    wrapped = train(
+        "ddp", 2, *ODD, "--model", f"conv+wrapped:{kind}", "--workers", "1", folder=tmp_path
+    )
+    assert wrapped.code == 0, wrapped.err
+    losses = [line["loss"] for line in plain.train_lines()]
+    assert [line["loss"] for line in wrapped.train_lines()] == pytest.approx(losses, rel=1e-10)
+
+
+class Shuffled(torch.utils.data.Dataset):
+    """Draws an order of its own for each epoch."""
+
+    def __init__(self):
+        self.told = []
+
+    def __len__(self):
+        return 12
+
+    def set_epoch(self, epoch):
+        self.order = np.random.permutation(12)
+        self.told.append(epoch)
+
+    def __getitem__(self, index):
+        return torch.tensor(int(self.order[index])), torch.tensor(0)
+
+
+def test_set_epoch_is_called_once_an_epoch_and_seeded():
+    drawn = []
+    for seed in (0, 0, 1):
+        inner = Shuffled()
+        outer = torch.utils.data.Subset(inner, range(12))
+        for epoch in (0, 1):
+            batches = [
+                fetched(outer, epoch, list(range(start, start + 4)), seed).tolist()
+                for start in (0, 4, 8)
+            ]
+            drawn.append([index for batch in batches for index in batch])
+            assert sorted(drawn[-1]) == list(range(12))
+        assert inner.told == [0, 1]
+    assert drawn[:2] == drawn[2:4] and len({tuple(order) for order in drawn}) == 4
+
+
+def test_wrapper_that_passes_names_on_is_asked_itself():
+    class Passing(torch.utils.data.Dataset):
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return self.inner[index + 10]
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["inner"], name)
+
+    images = torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8)
+    plain = task.ImagesInMemory(images, torch.arange(20))
+    assert keyed(Passing(plain), Namespace(seed=0, skip_corrupt=False)).__getitems__((0, [0, 1]))[
+        1
+    ].tolist() == [10, 11]
+
+
+class Circle(torch.utils.data.Dataset):
+    """Holds itself. A walk that goes round and round in it is ended here."""
+
+    asked = itertools.count()
+
+    def __init__(self):
+        self.me, self.empty, self.text, self.rows = self, [], "abc", [[1, 2], [3]]
+
+    def __getattribute__(self, name):
+        if name == "__dict__" and next(Circle.asked) > 20:
+            raise AssertionError("the walk does not end")
+        return super().__getattribute__(name)
+
+
+def test_data_sets_with_epochs_finds_each_once_and_ends():
+    inner = task.ImagesInMemory(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2))
+    outer = Circle()
+    outer.both = [None, ("named", inner), inner]
+    outer.kind, outer.many = type(inner), [inner] * 1000
+    vars(outer).update({f"setting{i}": i for i in range(200)})
+    Circle.asked = itertools.count()
+    assert sampling.datasets_with_epochs(outer) == [inner]
+    assert next(Circle.asked) > 1, "the walk was in the circle"
+    assert sampling.datasets_with_epochs(inner) == [inner]
+    assert sampling.datasets_with_epochs([1, 2, 3]) == []
+
+
+# ---------------------------------------------------------------------- samples that cannot be read
+
+
+class Broken:
+    """Ten samples, two of which cannot be read."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        if index in (3, 9):
+            raise OSError(f"/data/{index}.jpg: image file is truncated")
+        return torch.tensor(float(index)), torch.rand(2)
+
+
+def test_broken_sample_is_named_or_replaced_alike_everywhere():
+    with pytest.raises(
+        RuntimeError,
+        match=r"sample 3 cannot be read: /data/3.jpg: .*; --skip-corrupt takes the next one",
+    ):
+        keyed(Broken(), make_args()).__getitems__((0, [2, 3]))
+    dataset = keyed(Broken(), make_args("single", "--skip-corrupt"))
+    values, draws = dataset.__getitems__((5, [9, 3, 4]))
+    assert values.tolist() == [0, 4, 4] and draws[1].equal(draws[2])
+    assert dataset.__getitems__((5, [3]))[1][0].equal(draws[1]), "whatever else is in the batch"
+
+
+def test_broken_image_file_is_named(tmp_path):
+    (tmp_path / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(OSError, match=r"cut\.jpg: "):
+        task.read_images([str(tmp_path / "cut.jpg")])

@@ -13,7 +13,8 @@ import zipfile
 
 import pytest
 import torch
-from harness import ROOT, check
+from harness import ROOT, check, train
+from short_runs import SMALL
 
 import common
 
@@ -353,3 +354,22 @@ def test_run_sh_imports_nothing_from_the_current_folder(harmful):
     own = [entry for entry in calls + more if entry[1] in ("-", "-c", "-m")]
     assert {entry[1] for entry in own} == {"-", "-c", "-m"}
     assert {entry[0] for entry in own} == {str(project)}
+
+
+# ------------------------------------------------------------ a pickle in the place of a checkpoint
+
+
+def test_hostile_pickle_is_refused_and_does_not_run(tmp_path):
+    for save in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
+        save({"format": 1, "model": Hostile(tmp_path / "owned")}, tmp_path / "hostile.pt")
+        result = train("single", 1, *SMALL, "--resume", tmp_path / "hostile.pt", folder=tmp_path)
+        assert (
+            result.code == 2
+            and "damaged, or not a checkpoint" in result.err
+            and result.err.count("\n") == 1
+        )
+        assert not (tmp_path / "owned").exists()
+    torch.load(tmp_path / "hostile.pt", weights_only=False) if zipfile.is_zipfile(
+        tmp_path / "hostile.pt"
+    ) else pickle.loads((tmp_path / "hostile.pt").read_bytes())
+    assert (tmp_path / "owned").exists(), "the file was hostile indeed"

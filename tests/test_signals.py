@@ -1,5 +1,8 @@
-"""Real signals to real launches: saved at a step boundary, the exit code says which signal it was, nothing is left running."""
+"""Signals, real ones and many: saved at a step boundary, the exit code says which signal it was, nothing is left running."""
 
+import functools
+import itertools
+import json
 import os
 import re
 import signal
@@ -7,7 +10,29 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
+from harness import in_group, train
 from launches import ROOT, TASKS, Launch, listening, read
+from patches import (
+    BASE,
+    Patches,
+    after_step,
+    call_in_task,
+    in_process,
+    printed,
+    set_environment_of,
+    without_speed,
+)
+from runs import make_run, make_step, start_epoch
+from short_runs import EVERYTHING, NOISE
+
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.rendezvous
+import machinery.run
 
 OPTIONS = [
     "--task",
@@ -208,3 +233,248 @@ def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
         assert launch.end() == 143, launch.errors()
         assert launch.checkpoint()["global_step"] > 24
         assert launch.errors()[read_so_far:].count("\n") == 1, "what was saved"
+
+
+# ----------------------------------------------------------------------------------- at bad moments
+
+
+def interrupt(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", machinery.processes.SIGNALS)
+def test_signal_before_training_ends_the_run_at_once(number, tmp_path):
+    """By what the system does, without words: nothing can be lost yet."""
+    patch = functools.partial(
+        call_in_task, "build_datasets", 0, functools.partial(interrupt, number)
+    )
+    result = train("single", 1, *BASE, folder=tmp_path, patch=patch)
+    assert (result.code, result.err) == (-number, "")
+    assert not result.folder.exists()
+
+
+def look(path):
+    print("saved:", path.exists() and torch.load(path)["step"])
+
+
+def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_path):
+    """The ranks would agree on it in the next step, which comes after the evaluation."""
+    last = 6  # the first call is for the order of DDP's buckets
+    stop = functools.partial(
+        call_in_task, "per_sample_loss", last, functools.partial(interrupt, signal.SIGTERM)
+    )
+    watch = functools.partial(
+        call_in_task, "per_sample_metrics", 0, functools.partial(look, tmp_path / "run" / "last.pt")
+    )
+    result = train("ddp", 1, *EVERYTHING, folder=tmp_path, patch=Patches(stop, watch))
+    assert result.code == 143 and "saved: 6" in result.out, result.out + result.err
+
+
+def interrupt_and_look(path, size):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("saved before:", torch.load(path)["step"] == size)
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation(
+    mode, n, tmp_path
+):
+    """An evaluation may take longer than the seconds that a scheduler, or torchrun, gives a run to end."""
+    straight = train(mode, n, *EVERYTHING, folder=tmp_path / "straight")
+    last = tmp_path / "run" / "last.pt"
+    patch = functools.partial(
+        call_in_task, "per_sample_metrics", 1, functools.partial(interrupt_and_look, last, 6)
+    )
+    stopped = train(mode, n, *EVERYTHING, folder=tmp_path, patch=patch)
+    assert stopped.code == 143 and "saved before: True" in stopped.out, stopped.err
+    saved = stopped.checkpoint()
+    assert (saved["epoch"], saved["step"], saved["global_step"]) == (1, 0, 6)
+    resumed = train(mode, n, *EVERYTHING, "--resume", "auto", folder=tmp_path)
+    assert resumed.out.count("resumed at epoch") == 1, "rank 0 says it, and no other"
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+    assert all(
+        tensor.equal(straight.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
+
+
+def interrupt_within_a_save(rank):
+    """SIGTERM in the second save, when its file is written but not in its place."""
+    replace, calls = os.replace, itertools.count()
+
+    def interrupted(*arguments):
+        if next(calls) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        replace(*arguments)
+
+    os.replace = interrupted
+
+
+def test_signal_within_a_save_lets_it_end(tmp_path):
+    straight = train("single", 1, *EVERYTHING, "--save-every", "2", folder=tmp_path / "straight")
+    stopped = train(
+        "single",
+        1,
+        *EVERYTHING,
+        "--save-every",
+        "2",
+        folder=tmp_path,
+        patch=interrupt_within_a_save,
+    )
+    assert stopped.code == 143 and not list(stopped.folder.glob(".*")), stopped.err
+    resumed = train(
+        "single", 1, *EVERYTHING, "--save-every", "2", "--resume", "auto", folder=tmp_path
+    )
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+    assert all(
+        tensor.equal(straight.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
+
+
+def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
+    patch = functools.partial(
+        call_in_task, "per_sample_metrics", 2 * 8 + 3, functools.partial(interrupt, signal.SIGTERM)
+    )
+    result = train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch)
+    assert result.code == 0 and result.checkpoint()["epoch"] == 3, result.err
+
+
+def test_signal_in_the_last_evaluation_lets_the_run_end_well(tmp_path, monkeypatch):
+    monkeypatch.setenv("STOP_IN_EVALUATION", f"15:{tmp_path / 'seen'}")
+    result = train(
+        "single", 1, *NOISE, "--epochs", "1", folder=tmp_path, patch=set_environment_of(monkeypatch)
+    )
+    assert result.code == 0 and result.checkpoint()["epoch"] == 1 and (tmp_path / "seen").exists()
+
+
+# ---------------------------------------------------------------------------------- several signals
+
+
+def signal_this_rank(rank):
+    after_step(3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def test_signal_to_all_ranks_is_one_signal(tmp_path):
+    """As from a batch system, which signals every process: one stop, one message, and for SLURM's warning exit code 0."""
+    result = train("ddp", 2, *BASE, folder=tmp_path, patch=signal_this_rank)
+    assert (
+        result.code == 0
+        and result.err.count("stopped by SIGUSR1 after saving step 4 (exit code 0)") == 1
+    )
+    assert result.checkpoint()["global_step"] == 4
+
+
+USR1, INT, TERM = signal.SIGUSR1, signal.SIGINT, signal.SIGTERM
+BY_STRENGTH = {
+    USR1: 0,
+    INT: 130,
+    TERM: 143,
+}  # the weakest first: SLURM's warning, the user, the system
+
+
+def test_order_and_codes_of_the_signals():
+    assert list(machinery.processes.SIGNALS.items()) == list(BY_STRENGTH.items())
+
+
+def strongest(numbers):
+    return max(numbers, key=list(BY_STRENGTH).index)
+
+
+def print_winners():
+    for count in (1, 2, 3):
+        for numbers in itertools.permutations(BY_STRENGTH, count):
+            stop = machinery.run.StopSignal()
+            assert stop.agreed() is None, "none yet"
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            print("won", json.dumps([list(numbers), stop.agreed(), stop.agreed()]))
+
+
+def test_stronger_signal_wins_whichever_comes_first():
+    won = printed(in_process(print_winners), "won")
+    assert len(won) == 3 + 6 + 6
+    for numbers, first, again in won:
+        assert first == again == strongest(map(signal.Signals, numbers)), numbers
+
+
+def agree_on(numbers, wait=False):
+    """A signal, or none, for each rank; then all of them ask until they agree."""
+    stop = machinery.run.StopSignal()
+    assert stop.agreed() is None and stop.agreed() is None
+    if number := numbers[dist.get_rank()]:
+        os.kill(os.getpid(), number)
+    answers = [stop.agreed(wait=wait) for _ in range(3)]
+    dist.barrier()  # nobody is told of the next case while others still ask about this one
+    return answers
+
+
+def check_ranks():
+    for numbers in [
+        *itertools.permutations(BY_STRENGTH),
+        (TERM, None, None),
+        (None, None, USR1),
+        (INT, USR1, None),
+    ]:
+        first, *others = agree_on(numbers)
+        waited = agree_on(numbers, wait=True)
+        assert waited == [strongest(filter(None, numbers))] * 3, (numbers, waited)
+        assert first is None, "of the step before, in which nobody had been told"
+        assert others == [strongest(filter(None, numbers))] * 2, (numbers, others)
+
+
+def test_stronger_signal_wins_on_whichever_rank():
+    in_group(3, check_ranks)
+
+
+def signals_after_step_3(numbers, rank):
+    """Each rank gets its own, in this order, within one step."""
+    after_step(3, lambda: [os.kill(os.getpid(), number) for number in numbers[rank]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers", "winner"),
+    [
+        ("single", [(INT, TERM)], TERM),
+        ("single", [(TERM, USR1)], TERM),
+        ("dp", [(INT, USR1)], INT),
+        ("ddp", [(USR1,), (INT,)], INT),
+        ("spawn", [(TERM,), (USR1, INT)], TERM),
+    ],
+)
+def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tmp_path):
+    patch = functools.partial(signals_after_step_3, numbers)
+    result = train(mode, len(numbers) + (mode == "dp"), *BASE, folder=tmp_path, patch=patch)
+    step = result.checkpoint()["global_step"]
+    assert step == (3 if mode in ("single", "dp") else 4), "or one later, if ranks have to agree"
+    assert result.code == BY_STRENGTH[winner]
+    message = f"stopped by {winner.name} after saving step {step} (exit code {BY_STRENGTH[winner]})"
+    said = [line for line in result.err.splitlines() if "stopped by" in line]
+    assert said and all(line.endswith(message) for line in said), result.err
+
+
+@pytest.mark.parametrize("number", BY_STRENGTH)
+def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_path):
+    run = make_run(tmp_path, "--log-every", "50")
+    start_epoch(run)
+    make_step(run, [1.0])
+    os.kill(os.getpid(), number)
+    with pytest.raises(machinery.processes.Stopped) as stopped:
+        make_step(run, [1.0])
+    assert stopped.value.code == BY_STRENGTH[number]
+    assert stopped.value.reason == f"stopped by {number.name} after saving step 2"
+    assert (run.files.directory / "last.pt").exists()
+
+
+@pytest.mark.parametrize("number", BY_STRENGTH)
+def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys):
+    run = make_run(tmp_path, "--log-every", "50")
+    start_epoch(run)
+    run.state.net.weight.data[0] = float("nan")
+    os.kill(os.getpid(), number)
+    with pytest.raises(machinery.processes.Stopped) as stopped:
+        make_step(run, [1.0])
+    assert stopped.value.code == (BY_STRENGTH[number] or 1), "nothing that was lost is called done"
+    assert stopped.value.reason == f"stopped by {number.name} at step 1, which was not saved"
+    assert not (run.files.directory / "last.pt").exists()
+    assert "non-finite values in weight" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, TASKS, Result, compare, single_run
-from pitfalls import without_speed
+from patches import without_speed
 
 from slurm import NODES, cluster, free_ports, processes, wait_until
 

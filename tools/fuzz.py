@@ -50,7 +50,7 @@ import harness
 import torch
 from equivalence import pieces
 from harness import keyed
-from pitfalls import after_step, wrap_in_task
+from patches import after_step, wrap_in_task
 from torch import nn
 
 import common

@@ -1,4 +1,4 @@
-"""What the tests of the pitfalls share: a run of a second, and patches that watch or interrupt the ranks of a run.
+"""A run of a second, and patches that watch or interrupt the ranks of a run.
 
 A patch is called in every process of a run, with its rank, before the script's `main`; see `harness.train`.
 """
@@ -15,9 +15,12 @@ import tempfile
 from pathlib import Path
 
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from harness import TASKS, run_processes
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import common
+import machinery.processes
 import machinery.tasks
 import sampling
 
@@ -140,3 +143,59 @@ def launch(*command, timeout=120, **environment):
                 process.wait(35)
             process.kill()
     return process.returncode, out, err
+
+
+def spawn_launcher(argv, change=None, call=2):
+    """train_spawn.py as launched by hand, but for the start of its ranks by fork, which saves importing torch in each."""
+    import train_spawn
+
+    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+    if change:
+        on_rank_1(change, call)
+    return machinery.processes.run_main(functools.partial(train_spawn.main, argv))
+
+
+def scale_by_1024(rank):
+    """A loss scale in float64, where it must not change a bit: that shows the order of what is done with the gradient."""
+    init = common.StepGuard.__init__
+
+    def scaled(self, *arguments):
+        init(self, *arguments)
+        self.fixed_scale = self._init_scale = 1024.0
+
+    common.StepGuard.__init__ = scaled
+
+
+def call_in_task(name, at, function, rank_to_call=0, rank=0):
+    """Let rank `rank_to_call` call `function()` in the `at`-th call, from 0, of a function of the task. Bind all but the rank."""
+    if rank != rank_to_call:
+        return
+    calls = itertools.count()
+
+    def watched(original, *arguments):
+        if next(calls) == at:
+            function()
+        return original(*arguments)
+
+    wrap_in_task(name, watched)
+
+
+def change_training_loss(change, rank):
+    """Let `change(losses, k)` replace the losses of the k-th forward in training, from 0, of this process."""
+    calls = itertools.count()
+
+    def per_sample_loss(original, outputs, targets):
+        losses = original(outputs, targets)
+        if not losses.requires_grad:
+            return losses
+        k = next(calls) - dist.is_initialized()  # the first one there is that of settle_buckets
+        return change(losses, k) if k >= 0 else losses
+
+    wrap_in_task("per_sample_loss", per_sample_loss)
+
+
+def set_environment_of(monkeypatch):
+    """Hand STOP_IN_EVALUATION, which the test has set, on to the processes of a run."""
+    return functools.partial(
+        set_environment, {"STOP_IN_EVALUATION": os.environ["STOP_IN_EVALUATION"]}
+    )

@@ -1,8 +1,10 @@
-"""The scripts as a user starts them: `bash run.sh MODE N`, real ranks in real processes, the default problem."""
+"""Launches on one machine: `bash run.sh MODE N` as a user starts it, and what the launcher tells its ranks."""
 
 import contextlib
 import fcntl
+import functools
 import json
+import multiprocessing
 import os
 import pty
 import re
@@ -14,7 +16,22 @@ import termios
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TASKS
+import torch
+import torch.distributed as dist
+from harness import ROOT, TASKS, make_args, train
+from patches import BASE, in_process, printed
+from short_runs import SEVERAL
+
+import common
+import machinery.check
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.rendezvous
+import machinery.run
+import machinery.tasks
+import train_spawn
 
 
 def run_sh(*arguments, cwd, root=ROOT, timeout=200, first_on_path=""):
@@ -243,3 +260,146 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
         text
     )
     assert "step 5/22" not in text and len(eval_lines(text)) == 2
+
+
+# -------------------------------------------------------------------------- what the launcher tells
+
+
+@pytest.mark.parametrize(("mode", "option"), [("dp", "replicas"), ("spawn", "nproc")])
+def test_devices_of_a_cpu_are_two(mode, option):
+    argv = ["--device", "cpu"]
+    assert vars(make_args(mode, *argv))[option] == 2
+    assert vars(make_args(mode, *argv, f"--{option}", "64"))[option] == 64
+    for wrong in ("0", "65"):  # 65 devices cannot share a batch of 64
+        with pytest.raises(common.UsageError):
+            make_args(mode, *argv, f"--{option}", wrong)
+
+
+def test_port_of_several_nodes():
+    argv = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "node0"]
+    assert make_args("ddp", *argv).master_port == 29500
+    args = make_args("ddp", *argv, "--master-port", "7", "--lr", "1")
+    assert (args.master_port, args.lr) == (7, 1)
+    args = make_args("ddp", "--seed", "2")
+    assert (args.nnodes, args.node_rank, args.master_addr) == (1, 0, None)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_the_ranks_are_told(several, monkeypatch):
+    """The variables of torchrun, and the options as they were given."""
+    monkeypatch.setattr(os, "environ", {"HOME": "/root", "RANK": "7", "MASTER_PORT": "1"})
+    told = []
+    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of the tests' own process
+    monkeypatch.setattr("subprocess.Popen", lambda command, env: told.append((command, env)))
+    argv = ["--lr", "1", *(SEVERAL if several else [])]
+    machinery.launch.start(argv, 3, make_args("ddp", *argv), attempt=2)
+    first = 3 if several else 0  # this is the second of two machines
+    for local_rank, (command, environment) in enumerate(told):
+        assert command == [sys.executable, str(ROOT / "train_ddp.py"), *argv]
+        assert environment == {
+            "HOME": "/root",
+            "RANK": str(first + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": "6" if several else "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "7" if several else "29500",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+        }
+    assert len(told) == 3
+
+
+def print_patience(rank):
+    init = dist.init_process_group
+
+    def watched(*arguments, **keywords):
+        print("patience", (keywords.get("timeout") or arguments[2]).total_seconds())
+        return init(*arguments, **keywords)
+
+    dist.init_process_group = watched
+
+
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("spawn", 2)])
+def test_timeout_reaches_the_process_group(mode, n, tmp_path):
+    result = train(
+        mode, n, *BASE, "--epochs", "1", "--timeout", "77", folder=tmp_path, patch=print_patience
+    )
+    assert printed(result.out, "patience") == [77.0, 77.0]
+
+
+def test_spawn_checks_before_it_starts_a_process(monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", None)
+    with pytest.raises(
+        common.UsageError, match="--batch-size 5000 is larger than the training set"
+    ):
+        train_spawn.main(["--nproc", "2", "--batch-size", "5000"])
+
+
+def test_rank_left_in_the_environment_does_not_silence_a_single_run(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    make_args("single", *BASE)
+    assert common.get_rank() == 0
+
+
+def count_workers_before_the_group(rank):
+    init = dist.init_process_group
+
+    def counted(*arguments, **keywords):
+        print("workers:", len(multiprocessing.active_children()))
+        init(*arguments, **keywords)
+
+    dist.init_process_group = counted
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy(mode, tmp_path):
+    result = train(
+        mode,
+        2,
+        *BASE,
+        "--epochs",
+        "1",
+        "--workers",
+        "1",
+        folder=tmp_path,
+        patch=count_workers_before_the_group,
+    )
+    assert result.code == 0 and result.out.count("workers: 2") == 2, (
+        result.out
+    )  # one of each loader, on both ranks
+
+
+def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
+    monkeypatch.delenv("LAUNCH_RENDEZVOUS_FILE", raising=False)
+    assert machinery.rendezvous.init_method() == "env://"
+    monkeypatch.setenv("LAUNCH_RENDEZVOUS_FILE", "/tmp/x/ranks")
+    places = set()
+    for restarts in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        places.add(machinery.rendezvous.init_method())
+    assert len(places) == 3 and all(place.startswith("file:///tmp/x/ranks") for place in places)
+
+
+def test_help_is_no_run_that_was_left():
+    assert (
+        machinery.processes.run_main(
+            functools.partial(machinery.options.parse_args, "single", ["--help"])
+        )
+        == 0
+    )
+
+
+def test_group_on_the_cpu_has_a_default_backend_in_every_version():
+    """Torch 2.7 and 2.8, beside any registered backend, find none in "cpu:gloo" and warn when the group is destroyed."""
+    assert machinery.rendezvous.backend(torch.device("cpu")) == "gloo"
+
+
+def print_determinism():
+    for argv in ([], ["--deterministic"]):
+        args = make_args("single", "--device", "cpu", *argv)
+        machinery.processes.set_up_device(args.device, args.deterministic)
+        print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
+
+
+def test_deterministic_is_handed_to_torch():
+    assert in_process(print_determinism).split() == ["False", "True", "True", "False"]

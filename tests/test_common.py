@@ -1,28 +1,20 @@
-"""The small pieces that training rests on: schedule, reductions, meters, clipping, scaler, averages."""
+"""The small pieces that training rests on: schedule, reductions, meters, clipping, scaler, optimizer."""
 
+import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, factor_of, guard_of, in_group, make_args, optimizer_of, single_run, train
+from runs import make_run
 from torch import nn
 
 import common
 import machinery.tasks
 import sampling
-
-SMALL = (
-    "--task",
-    str(TASKS / "small.py"),
-    "--dtype",
-    "float64",
-    "--batch-size",
-    "30",
-    "--log-every",
-    "1",
-)
 
 
 def factors(*argv, steps_per_epoch=10):
@@ -82,6 +74,18 @@ def test_cyclic_is_a_triangle_between_gamma_and_one():
         and values[5] == pytest.approx(0.55)
     )
     assert values[20:] == pytest.approx(values[:20]), "and again"
+
+
+SMALL = (
+    "--task",
+    str(TASKS / "small.py"),
+    "--dtype",
+    "float64",
+    "--batch-size",
+    "30",
+    "--log-every",
+    "1",
+)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "step", "cyclic"])
@@ -313,3 +317,100 @@ def test_filters_are_stored_as_asked(wanted):
     net = machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
     assert net.conv2.weight.is_contiguous(memory_format=torch.channels_last) == wanted
     assert net.conv2.weight.is_contiguous() != wanted
+
+
+def test_cyclic_schedule_has_no_cliff():
+    """The warm-up rises to where the triangle begins; neighbours in the curve differ by no more than a step of the steepest line."""
+    args = make_args(
+        "single",
+        "--schedule",
+        "cyclic",
+        "--epochs",
+        "8",
+        "--step-epochs",
+        "3",
+        "--warmup-epochs",
+        "2",
+    )
+    curve = [factor_of(args, step, 10) for step in range(80)]
+    assert curve[19] == pytest.approx(0.1) and curve[20] == pytest.approx(0.1)
+    assert (
+        curve[35] == pytest.approx(1.0)
+        and curve[50] == pytest.approx(0.1)
+        and curve[65] == pytest.approx(1.0)
+    )
+    assert max(abs(a - b) for a, b in itertools.pairwise(curve)) <= 0.9 / 15 + 1e-12
+    one = make_args("single", "--schedule", "cyclic", "--epochs", "8", "--warmup-epochs", "2")
+    curve = [factor_of(one, step, 10) for step in range(80)]
+    assert max(curve) == curve[50] == pytest.approx(1.0) and curve[79] == pytest.approx(
+        0.1 + 0.9 / 30
+    )
+
+
+def test_step_epochs_in_any_order():
+    def factors(*epochs):
+        args = make_args(
+            "single",
+            "--epochs",
+            "5",
+            "--schedule",
+            "step",
+            "--step-epochs",
+            *epochs,
+            "--warmup-epochs",
+            "0",
+        )
+        return [factor_of(args, step, 10) for step in range(50)]
+
+    assert factors("4", "2") == factors("2", "4") and len(set(factors("2", "4"))) == 3
+
+
+# ------------------------------------------------------------------------------- optimizer and hook
+
+
+def test_optimizer_has_what_the_options_say():
+    net = nn.Linear(2, 2)
+    sgd = optimizer_of(
+        make_args(
+            "single", "--lr", "0.3", "--momentum", "0.8", "--weight-decay", "0.07", "--nesterov"
+        ),
+        net,
+    )
+    (group,) = sgd.param_groups
+    assert isinstance(sgd, torch.optim.SGD)
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (
+        0.3,
+        0.8,
+        0.07,
+        True,
+    )
+    adamw = optimizer_of(
+        make_args("single", "--optimizer", "adamw", "--momentum", "0.8", "--weight-decay", "0.07"),
+        net,
+    )
+    (group,) = adamw.param_groups
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.8, 0.999), 0.07)
+
+
+def test_optimizer_of_an_accelerator_goes_on_here(tmp_path, handlers):
+    run = make_run(tmp_path)
+    before = [group["fused"] for group in run.state.optimizer.param_groups]
+    run.save("last.pt")
+    run.files.log.close()
+    path = run.files.directory / "last.pt"
+    saved = torch.load(path, weights_only=True)
+    for group in saved["optimizer"]["param_groups"]:
+        group["fused"] = True
+    torch.save(saved, path)
+    run = make_run(tmp_path, "--resume", "auto")
+    assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [False]
+
+
+def test_settings_of_powersgd():
+    told = []
+    model = SimpleNamespace(register_comm_hook=lambda state, hook: told.append(state))
+    args, scaler = make_args("ddp", "--grad-compress", "powersgd"), SimpleNamespace(in_a_row=0)
+    common.compress_gradients(model, args.grad_compress, scaler)
+    (state,) = told
+    assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (4, 10)

@@ -27,7 +27,6 @@ FILES = {
     "junk.pt": "this is no checkpoint",
     "empty.pt": "",
 }
-
 # A task that is the default one but for one function: what is wrong must be found before a process is started, and named
 HEAD = "import torch\nfrom torch import nn\nfrom task import build_datasets, build_model, per_sample_loss, per_sample_metrics\n"
 LOSS = "def per_sample_loss(outputs, targets):\n    return "
@@ -74,7 +73,6 @@ TASKS = {
     + DATA
     + "Torn([0] * 99), Torn([0])\n",
 }
-
 IMAGES = "--dataset imagefolder --image-size 8 --batch-size 2 --data-dir TMP"
 # An image folder each: the classes of train/ and of val/
 FOLDERS = {
@@ -100,7 +98,6 @@ CHECKPOINTS = {
     "weights.pt": WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
     "tensor.pt": torch.zeros(3),
 }
-
 # (mode, N, options, what the one line must say); TMP stands for a folder with FILES in it and a finished run in TMP/run
 CASES = [
     ("single", 1, "--batch-size 0", "--batch-size: must be a whole number, at least 1, got 0"),
@@ -771,48 +768,6 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
     machinery.options.parse_args("ddp", [])
 
 
-@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
-def test_booleans_can_be_turned_off_and_help_is_readable(mode):
-    parser = machinery.options.build_parser(mode)
-    text = parser.format_help()
-    for name, value in vars(machinery.options.parse_args(mode, [])).items():
-        if isinstance(value, bool):
-            option = name.replace("_", "-")
-            assert getattr(parser.parse_args([f"--{option}"]), name) is True
-            assert getattr(parser.parse_args([f"--{option}", f"--no-{option}"]), name) is False
-    visible = [action for action in parser._actions if action.help != "==SUPPRESS=="]
-    assert all(action.help for action in visible) and len(visible) > 40
-    assert all(entry.count("(default: ") <= 1 for entry in text.split("\n  --")), "said once"
-    assert "default: None" not in text and "default: []" not in text
-    assert all(
-        group in text
-        for group in (
-            "data:",
-            "model:",
-            "optimization:",
-            "speed and precision:",
-            "distribution:",
-            "run:",
-        )
-    )
-
-
-def test_options_have_the_same_names_and_defaults_in_all_modes():
-    nodes = {"nnodes", "node_rank"}
-    own = {
-        "dp": {"replicas"},
-        "ddp": nodes | {"master_addr", "master_port"},
-        "spawn": nodes | {"nproc", "dist_url"},
-    }
-    plain = vars(machinery.options.parse_args("single", []))
-    for mode in ("dp", "ddp", "spawn"):
-        args = vars(machinery.options.parse_args(mode, []))
-        assert {
-            name: value for name, value in args.items() if name not in own.get(mode, ())
-        } == plain
-        assert args.keys() - plain.keys() == own.get(mode, set())
-
-
 def test_model_that_only_the_accelerator_can_run_is_not_refused(folder, monkeypatch):
     args = machinery.options.parse_args(
         "single", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
@@ -880,8 +835,3 @@ def test_every_task_of_srun_checks(folder, monkeypatch):
         machinery.check.check_run(args)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     machinery.check.check_run(args)
-
-
-@pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])
-def test_local_rank_is_accepted_in_both_spellings(spelling):
-    assert machinery.options.parse_args("ddp", [spelling]).local_rank == 3

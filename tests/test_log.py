@@ -1,9 +1,10 @@
-"""Figures that are only printed or logged: each is computed here from what the run was given."""
+"""Log lines and figures that are only printed or logged: each is computed here from what the run was given."""
 
 import functools
 import json
 import math
 import re
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -12,16 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import in_group, single_run, train
-from pitfalls import BASE
+from patches import BASE, change_training_loss, without_speed
 from runs import Clock, make_run, make_step, start_epoch
+from short_runs import SMALL
 
 import machinery.run
 
+pytestmark = pytest.mark.usefixtures("handlers")
+
+
 LOSSES = [[0.5, 1.5, 4.0], [2.0], [1.0, 0.25], [7.0, 1.0], [0.125], [3.0, 3.5, 1.0, 0.5]]
 SECONDS = [0.5, 0.25, 2.0, 1.0, 0.125, 4.0]
-
-
-pytestmark = pytest.mark.usefixtures("handlers")
 
 
 def log_of(folder):
@@ -31,18 +33,6 @@ def log_of(folder):
 
 def column(lines, name):
     return [line.get(name) for line in lines]
-
-
-def figures(text):
-    """Return the figures of a printed training line, by what stands beside them."""
-    found = re.fullmatch(
-        r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
-        r"loss (?P<loss>-?\d+\.\d{6}|nan)  lr (?P<lr>\d+\.\d{5})  (?P<speed>\d+) images/s"
-        r"(?:  skipped (?P<skipped>\d+) steps with non-finite gradients)?",
-        text,
-    )
-    assert found, text
-    return {name: float(value) for name, value in found.groupdict().items() if value is not None}
 
 
 def test_speed_is_the_samples_since_the_last_line_over_the_seconds_since(clock, tmp_path):
@@ -115,6 +105,18 @@ def test_speed_and_loss_are_those_of_all_ranks(tmp_path):
     assert column(lines, "loss") == [sum(losses[i : i + 10]) / 10 for i in (0, 10, 20)]
     assert first.count("images/s") == 3 and "resumed at epoch 1, step 5" in first
     assert second == "", "one rank prints"
+
+
+def figures(text):
+    """Return the figures of a printed training line, by what stands beside them."""
+    found = re.fullmatch(
+        r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
+        r"loss (?P<loss>-?\d+\.\d{6}|nan)  lr (?P<lr>\d+\.\d{5})  (?P<speed>\d+) images/s"
+        r"(?:  skipped (?P<skipped>\d+) steps with non-finite gradients)?",
+        text,
+    )
+    assert found, text
+    return {name: float(value) for name, value in found.groupdict().items() if value is not None}
 
 
 def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
@@ -359,3 +361,72 @@ def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
         capsys.readouterr()
         make_run(tmp_path, "--epochs", 3, "--resume", "auto").files.log.close()
         assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
+
+
+def print_closed(rank):
+    from torch.utils import tensorboard
+
+    close = tensorboard.SummaryWriter.close
+    tensorboard.SummaryWriter.close = lambda writer: (close(writer), print("closed"))
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_tensorboard_shows_what_the_log_says(mode, n, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = ("--epochs", "2", "--batch-size", "700", "--warmup-epochs", "0")
+    result = train(mode, n, *argv, "--tensorboard", folder=tmp_path, patch=print_closed)
+    assert result.code == 0, result.err
+    assert result.out.count("closed") == 1, "or what waits in its queue may be lost"
+    events = EventAccumulator(str(result.folder)).Reload()
+    assert {
+        "train/loss",
+        "train/lr",
+        "train/images_per_s",
+        "train/grad_norm",
+        "eval/loss",
+        "eval/top1",
+    } <= set(events.Tags()["scalars"])
+    shown = {event.step: event.value for event in events.Scalars("eval/loss")}
+    assert shown == pytest.approx(
+        {line["global_step"]: line["loss"] for line in result.eval_lines()}
+    ) and list(shown) == [2, 4]
+    plain = train(mode, n, *argv, folder=tmp_path / "plain")
+    assert all(
+        value.equal(plain.checkpoint()["model"][name])
+        for name, value in result.checkpoint()["model"].items()
+    ), "and only looks"
+
+
+def number_of_the_call(losses, k):
+    return losses * 0 + k
+
+
+def test_logged_loss_is_that_since_the_last_line(tmp_path):
+    patch = functools.partial(change_training_loss, number_of_the_call)
+    result = train(
+        "single", 1, *BASE, "--epochs", "1", "--log-every", "2", folder=tmp_path, patch=patch
+    )
+    assert [line["loss"] for line in result.train_lines()] == [0.5, 2.5, 4.5]
+
+
+# ---------------------------------------------------------------- a log that was left in the middle
+
+
+def test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "run")
+    shutil.copyfile(tmp_path / "run" / "epoch-0003.pt", tmp_path / "run" / "last.pt")
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text(log.read_text() + '{"event": "train", "epo')
+    resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
+    assert without_speed(resumed.lines) == without_speed(finished.lines)
+    assert len({json.dumps(line) for line in resumed.lines}) == len(resumed.lines)
+
+
+@pytest.mark.parametrize("line", ["{}", "5", '{"event": "eval", "global_step": 1}', "\udcff"])
+def test_line_of_another_program_in_the_log_is_cut_off(line, finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "a", errors="surrogateescape") as log:
+        log.write(line + "\n")
+    resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0 and resumed.lines == finished.lines, resumed.err

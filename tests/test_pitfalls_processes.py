@@ -1,17 +1,16 @@
-"""The pitfalls of going from one device to many, by number: 29 to 42. Each test shows the wrong way failing, then this project's way."""
+"""The pitfalls of going from one device to many: starting ranks, waiting, ending. Each test shows the wrong way failing, then this project's way."""
 
+import argparse
 import contextlib
-import copy
-import fcntl
 import functools
-import itertools
 import json
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from harness import (
     ROOT,
+    TASKS,
     context,
     deviation,
     in_group,
@@ -32,10 +32,8 @@ from harness import (
     undisturbed,
 )
 from launches import free_port
-from pitfalls import BASE, in_process, launch, printed, stop_after, without_speed
-from test_pitfalls_01_14 import spawn_launcher
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from patches import BASE, in_process, launch, printed, spawn_launcher
+from runs import CPU
 from torch.utils.data import DataLoader, Dataset
 
 import common
@@ -46,290 +44,201 @@ import machinery.processes
 import machinery.rendezvous
 import machinery.run
 import machinery.stand_ins
+import train_ddp
 
-CPU = torch.device("cpu")
+# ----------------------------------------------------------------------------------------------- 06
 
-# ------------------------------------------------------------------------------------------------------------------------- 29
 
+def fail(how):
+    if how == "raises":
+        raise RuntimeError("rank 1 broke")
+    if how == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(int(how[-1]))
 
-def print_gathered(rank):
-    gather = machinery.stand_ins.DataParallel.gather
 
-    def watched(self, outputs, output_device):
-        print("gathered", json.dumps([list(output.shape) for output in outputs]))
-        return gather(self, outputs, output_device)
+def bare_launcher():
+    process = multiprocessing.get_context("fork").Process(target=fail, args=("raises",))
+    process.start()
+    process.join()
+    return 0  # what the loop of processes and joins in many scripts ends with
 
-    machinery.stand_ins.DataParallel.gather = watched
 
+LAST_WORDS = {
+    "raises": "RuntimeError: rank 1 broke$",
+    "exits 0": "a rank left before the end$",
+    "exits 1": "process 1 left with exit code 1$",
+    "is killed": "process 1 was killed by SIGKILL$",
+}
 
-def test_pitfall_29_data_parallel_gathers_losses(tmp_path):
-    """The first GPU runs out of memory and the mean is off: outputs are gathered there, and means of uneven replicas averaged."""
-    losses = torch.arange(10.0) ** 2
-    means = torch.stack([piece.mean() for piece in losses.chunk(4)])  # pieces of 3, 3, 3 and 1
-    assert means.mean() > 1.2 * losses.mean()
 
-    argv = (*BASE, "--batch-size", "10", "--epochs", "1", "--lr", "0.02")
-    reference, result = (
-        single_run(*argv),
-        train("dp", 4, *argv, folder=tmp_path, patch=print_gathered),
-    )
-    assert result.code == 0, result.err
-    assert printed(result.out, "gathered")[:20] == 20 * [
-        [[3], [3], [3], [1]]
-    ]  # one number a sample, and none of the outputs
-    assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
-    assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
+def die(how, losses):
+    fail(how)
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 30
+@pytest.mark.parametrize("how", LAST_WORDS)
+def test_pitfall_06_dead_rank_ends_the_job(how, tmp_path):
+    """A rank dies: the others wait in a collective for ever, or the launcher, which ignores exit codes, reports success."""
+    ((code, _, err),) = run_processes([bare_launcher], tmp_path)
+    assert code == 0 and "rank 1 broke" in err
 
+    argv = [*BASE, "--nproc", "2", "--epochs", "1000", "--output-dir", str(tmp_path / "run")]
+    start = time.monotonic()
+    target = functools.partial(spawn_launcher, argv, functools.partial(die, how))
+    ((code, _, err),) = run_processes([target], tmp_path, timeout=40)
+    assert code == 1, err
+    assert (
+        time.monotonic() - start < 20
+    )  # less than --timeout 30: the others are told, they do not time out
+    assert re.search(LAST_WORDS[how], err.splitlines()[-1]), err  # not what it led to in the others
+    assert ("Traceback" in err) == (how == "raises"), err
 
-def drop_with_one_seed():
-    torch.manual_seed(0)
-    print(nn.functional.dropout(torch.ones(30)).tolist())
 
+FAILING_TASK = """
+import itertools
+import small
+from small import *
 
-def print_masks(rank):
-    """Print `mask [rank, dropped units]` for every forward of a dropout layer in training."""
-    forward, calls = nn.Dropout.forward, itertools.count()
+calls = itertools.count()
 
-    def watched(self, value):
-        output = forward(self, value)
-        if self.training and next(calls) > 0:  # the first call is that of settle_buckets
-            print("mask", json.dumps([rank, (output == 0).int().flatten().tolist()]))
-        return output
+def per_sample_loss(outputs, targets):
+    if outputs.requires_grad and next(calls) == 3:  # not in the check
+        raise RuntimeError("broken labels")
+    return small.per_sample_loss(outputs, targets, label_smoothing=0.1)
+"""
 
-    nn.Dropout.forward = watched
 
-
-def print_masks_and_stop(rank):
-    print_masks(rank)
-    stop_after(3, rank)
-
-
-def test_pitfall_30_dropout_differs_between_ranks(tmp_path):
-    """All ranks drop the same units, which makes the noise of a global batch larger: one seed was given to every rank."""
-    first, second = in_group(2, drop_with_one_seed)
-    assert first == second
-
-    argv = (*BASE, "--model", "dropout", "--epochs", "1")
-    straight = train("ddp", 2, *argv, folder=tmp_path / "straight", patch=print_masks)
-    masks = [tuple(mask) for _, mask in printed(straight.out, "mask")]
-    assert len(masks) == len(set(masks)) == 12  # 6 steps of 2 ranks
-
-    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=print_masks_and_stop)
-    assert stopped.code == 143 and stopped.checkpoint()["step"] == 4
-    resumed = train("ddp", 2, *argv, "--resume", "auto", folder=tmp_path, patch=print_masks)
-    for rank in (0, 1):
-        before, again = (
-            [mask for r, mask in printed(run.out, "mask") if r == rank]
-            for run in (straight, resumed)
-        )
-        assert again[-2:] == before[-2:]  # steps 5 and 6
-    assert all(
-        tensor.equal(straight.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------------------- 31
-
-
-def each_rank_looks_for_itself():
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        store.set("folder", dist.__file__)
-        print(store.check(["last.pt"]))
-        store.set("last.pt", "")  # rank 0 goes on, and soon saves
-        store.set("saved", "")
-    else:
-        store.wait(["saved"])  # rank 1 comes later
-        print(store.check(["last.pt"]))
-
-
-def hide_files_from_rank_1(rank):
-    """As with a folder on each machine: only rank 0 has the checkpoint."""
-
-    def missing(path):
-        raise FileNotFoundError(path)
-
-    if rank == 1:
-        machinery.files.load_checkpoint = missing
-
-
-def save_slowly(rank):
-    """Rank 0 has a slow disk; print when it has saved, and when each rank leaves."""
-    save, destroy = machinery.files.save_checkpoint, dist.destroy_process_group
-
-    def slow_save(*arguments):
-        time.sleep(0.5)
-        save(*arguments)
-        print("saved", time.monotonic())
-
-    machinery.files.save_checkpoint = slow_save
-    dist.destroy_process_group = lambda: (print("left", time.monotonic()), destroy())
-
-
-def stop_and_save_slowly(rank):
-    stop_after(3, rank)
-    save_slowly(rank)
-
-
-def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
-    """Some ranks resume and others start anew, or read half a file: each looked for itself, while rank 0 was writing."""
-    assert [out.strip() for out in in_group(2, each_rank_looks_for_itself)] == ["False", "True"]
-
-    stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
-    resumed = train(
-        "ddp", 2, *BASE, "--resume", "auto", folder=tmp_path, patch=hide_files_from_rank_1
-    )
-    assert stopped.code == 143 and resumed.code == 0, resumed.err
-    assert without_speed(resumed.lines) == without_speed(undisturbed("ddp", 2, *BASE).lines)
-
-    with open(tmp_path / "run" / "metrics.jsonl") as other_run:
-        fcntl.flock(other_run, fcntl.LOCK_EX)
-        second = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path)
-    assert second.code == 2 and "another run is writing there" in second.err
-
-    for code, patch in ((143, stop_and_save_slowly), (0, save_slowly)):
-        slow = train(
-            "ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / f"slow-{code}", patch=patch
-        )
-        assert slow.code == code
-        assert min(printed(slow.out, "left")) > max(
-            printed(slow.out, "saved")
-        )  # a launcher ends the rest when one leaves with a code
-
-
-# ------------------------------------------------------------------------------------------------------------------------- 32
-
-
-def on_two_nodes(rank):
-    """Each rank is the first, and only, process of its machine."""
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    save = machinery.files.save_checkpoint
-    machinery.files.save_checkpoint = lambda content, path: (
-        print("saves", rank),
-        save(content, path),
-    )
-
-
-def gate_on_local_rank(rank):
-    on_two_nodes(rank)
-    machinery.run.get_rank = lambda: int(os.environ["LOCAL_RANK"])
-    machinery.run.Run._open = open_own_folder
-
-
-def open_own_folder(self):
-    self.args.output_dir += (
-        f"-{dist.get_rank()}"  # or the lock of metrics.jsonl would notice that two write there
-    )
-    return _open(self)
-
-
-_open = machinery.run.Run._open
-
-
-def test_pitfall_32_one_rank_of_all_machines_saves(tmp_path):
-    """Several ranks write the same checkpoint: on more than one machine, each has a process whose local rank is 0."""
-    wrong = train(
-        "ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "wrong", patch=gate_on_local_rank
-    )
-    assert set(printed(wrong.out, "saves")) == {0, 1}
-
-    right = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path / "right", patch=on_two_nodes)
-    assert right.code == 0 and printed(right.out, "saves") == [
-        0,
-        0,
-        0,
-    ]  # last.pt before the evaluation, best.pt and last.pt after it
-
-
-# ------------------------------------------------------------------------------------------------------------------------- 33
-
-
-def wrap_on_gpus_only():
-    torch.manual_seed(0)
-    for wrap in (False, True):
-        net = nn.Linear(3, 1)
-        model = DistributedDataParallel(net) if wrap else net
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        model(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
-        optimizer.step()
-        print(json.dumps(net.weight.tolist()))
-
-
-def print_weights(rank):
-    """Print the sum of the weights that each rank leaves training with."""
-    end_epoch = machinery.run.Run.end_epoch
-
-    def watched(self, metrics):
-        print(
-            "weights",
-            json.dumps([[p.sum().item(), p.norm().item()] for p in self.state.net.parameters()]),
-        )
-        end_epoch(self, metrics)
-
-    machinery.run.Run.end_epoch = watched
-
-
-def test_pitfall_33_cpu_ranks_train_one_model(tmp_path):
-    """A distributed run on the CPU trains as many models as it has ranks: the wrapper was left out where there is no GPU."""
-    first, second = (out.splitlines() for out in in_group(2, wrap_on_gpus_only))
-    assert first[0] != second[0]
-    assert first[1] == second[1]
-
-    result = train("ddp", 2, *BASE, "--epochs", "1", folder=tmp_path, patch=print_weights)
-    first, second = printed(result.out, "weights")
-    assert first == second
-    assert deviation(result.gradients[0][0], result.gradients[1][0]) == 0.0
-    start = train(
-        "single",
-        1,
+@pytest.mark.parametrize(("mode", "options"), [("single", []), ("spawn", ["--nproc", "2"])])
+def test_pitfall_06_error_with_loader_workers_ends_the_process(mode, options, tmp_path):
+    """A script prints its traceback and then hangs: at exit Python waits for loader workers, which ignore its SIGTERM."""
+    (tmp_path / "failing.py").write_text(FAILING_TASK)
+    command = [
+        sys.executable,
+        str(ROOT / f"train_{mode}.py"),
         *BASE,
-        "--epochs",
-        "1",
-        "--lr",
-        "0",
-        folder=tmp_path / "start",
-        patch=print_weights,
+        *options,
+        "--task",
+        str(tmp_path / "failing.py"),
+        "--workers",
+        "2",
+    ]
+    command += ["--output-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(TASKS)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last == "RuntimeError: broken labels", "nor is anything left, of which Python would tell"
+
+
+# ----------------------------------------------------------------------------------------------- 15
+
+
+def test_pitfall_15_two_jobs_on_one_machine(tmp_path):
+    """The second job on a machine fails with "address already in use": both meet on the same fixed port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="EADDRINUSE"):
+        dist.TCPStore("127.0.0.1", store.port, is_master=True, wait_for_workers=False)
+
+    jobs = [
+        [*BASE, "--nproc", "2", "--seed", str(seed), "--output-dir", str(tmp_path / f"run{seed}")]
+        for seed in (0, 1)
+    ]
+    for code, _, err in run_processes(
+        [functools.partial(spawn_launcher, argv) for argv in jobs], tmp_path
+    ):
+        assert code == 0, err
+    models = [torch.load(tmp_path / f"run{seed}" / "last.pt")["model"] for seed in (0, 1)]
+    assert deviation(models[0], single_run(*BASE).checkpoint()["model"]) <= 1e-10
+    assert deviation(models[1], models[0]) > 1e-2  # two jobs, not twice the same
+
+
+# ----------------------------------------------------------------------------------------------- 16
+
+
+def test_pitfall_16_local_rank_option_of_old_launchers():
+    """ "unrecognized arguments: --local-rank": the old launcher passes the option, in a spelling that changed; new ones set LOCAL_RANK."""
+    old = argparse.ArgumentParser()
+    old.add_argument("--local_rank", type=int)
+    with pytest.raises(SystemExit):
+        old.parse_args(["--local-rank=1"])
+
+    for mode in ("single", "dp", "ddp", "spawn"):
+        for spelling in ("--local-rank", "--local_rank"):
+            assert (
+                machinery.options.parse_args(mode, [f"{spelling}=1"]).local_rank == 1
+            )  # from a real old launcher: pitfall 40
+
+
+# ----------------------------------------------------------------------------------------------- 17
+
+
+def second_rank_starts():
+    """Let train_ddp.py believe in accelerators, up to where it joins the group."""
+    os.environ.update(
+        RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", LAUNCH_PID=str(os.getppid())
     )
-    assert printed(start.out, "weights")[0] != first  # they trained
+
+    class Joined(Exception):
+        pass
+
+    def init_process_group(backend, *_):
+        print("init_process_group", backend)
+        raise Joined
+
+    machinery.processes.resolve_device_type = lambda name: "cuda"
+    torch.accelerator.device_count = lambda: 2
+    torch.accelerator.set_device_index = lambda index: print("set_device_index", index)
+    dist.init_process_group = init_process_group
+    train_ddp.build_net = None  # no model comes before it
+    try:
+        train_ddp.main([])
+    except Joined:
+        return
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 35
+def loaded_device(path):
+    """The device on which the project's own load puts a tensor."""
+    devices, load = [], torch.load
+
+    def watched(*arguments, **keywords):
+        value = load(*arguments, **keywords)
+        devices.append(value["weight"].device.type)
+        return value
+
+    torch.load = watched
+    with contextlib.suppress(common.UsageError):  # it holds no run
+        common.load_checkpoint(path)
+    print(*devices)
 
 
-def reduce_a_loss():
-    weight = torch.tensor(
-        1.0 + 3 * dist.get_rank(), dtype=torch.float64, requires_grad=True
-    )  # 1 and 4
-    loss = weight.sqrt()  # backward needs the result: d/dw = 1 / (2 sqrt(w))
-    logged = common.reduce_value(loss)
-    total = common.reduce_value(loss, average=False)
-    loss.backward()
-    right = [logged.item(), total.item(), loss.item(), weight.grad.item(), logged.requires_grad]
+def test_pitfall_17_device_is_chosen_before_anything_else(tmp_path, monkeypatch):
+    """Every rank takes memory on device 0: it was still the current device when the group, the model or a checkpoint first used one."""
+    monkeypatch.setattr(
+        torch.serialization, "location_tag", lambda storage: "cuda:0"
+    )  # as a file saved on an accelerator
+    torch.save({"format": common.FORMAT, "weight": torch.ones(3)}, tmp_path / "from_device_0.pt")
+    monkeypatch.undo()
+    if torch.cuda.is_available():
+        assert torch.load(tmp_path / "from_device_0.pt")["weight"].device.index == 0
+    else:
+        with pytest.raises(RuntimeError, match="deserialize object on a CUDA device"):
+            torch.load(tmp_path / "from_device_0.pt")  # goes to where it came from
 
-    loss = torch.sqrt(weight)
-    dist.all_reduce(loss.data)  # in place, hidden from autograd
-    weight.grad = None
-    loss.backward()
-    print(json.dumps([right, weight.grad.item()]))
-
-
-def test_pitfall_35_reduced_loss_is_a_new_tensor():
-    """Backward fails or is wrong, or the log shows a sum: the loss itself was all-reduced, in place."""
-    for rank, out in enumerate(in_group(2, reduce_a_loss)):
-        right, wrong_gradient = json.loads(out)
-        gradient = 1 / (2 * (1 + rank))
-        assert wrong_gradient == pytest.approx(1 / 6) and abs(wrong_gradient - gradient) > 0.05
-        assert right == [1.5, 3.0, 1.0 + rank, pytest.approx(gradient, rel=1e-12), False]
-    value = torch.tensor([2.0], requires_grad=True)
-    alone = common.reduce_value(value)  # without a group
-    assert alone.equal(value) and alone is not value and alone.data_ptr() != value.data_ptr()
+    assert in_process(second_rank_starts).split() == [
+        "set_device_index",
+        "1",
+        "init_process_group",
+        "cpu:gloo,cuda:nccl",
+    ]
+    assert (
+        torch.load(tmp_path / "from_device_0.pt", map_location="cpu")["weight"].device.type == "cpu"
+    )
+    assert (
+        in_process(functools.partial(loaded_device, tmp_path / "from_device_0.pt")).strip() == "cpu"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 36
+# ----------------------------------------------------------------------------------------------- 36
 
 
 def print_waits(rank):
@@ -390,7 +299,7 @@ def test_pitfall_36_steps_do_not_wait(tmp_path):
     assert all(step[1] == 3 for step in wrong)
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 37
+# ----------------------------------------------------------------------------------------------- 37
 
 
 def test_pitfall_37_one_rank_prints_and_writes(tmp_path):
@@ -417,7 +326,7 @@ def test_pitfall_37_one_event_file(tmp_path):
     assert len(list(result.folder.rglob("events.out.tfevents.*"))) == 1
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 38
+# ----------------------------------------------------------------------------------------------- 38
 
 
 class WorkerPids(Dataset):
@@ -488,7 +397,7 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     assert int(in_process(print_threads_of_spawned)) == 2
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 39
+# ----------------------------------------------------------------------------------------------- 39
 
 
 def descendants(pid):
@@ -536,6 +445,11 @@ def signal_in_training(launcher, number, folder):
 ENDLESS = ("--workers", "2", "--epochs", "100000", "--log-every", "1000")
 
 
+def exit_with(function, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.exit(function())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_pitfall_39_nothing_outlives_the_launcher(number, tmp_path):
     """Processes stay on the machine after Ctrl-C, or when the launcher was killed: ranks and loader workers outlived it."""
@@ -552,11 +466,6 @@ def test_pitfall_39_nothing_outlives_the_launcher(number, tmp_path):
     assert "after saving step" in log.read_text(), (
         "the signal of a dead launcher stops the ranks too"
     )
-
-
-def exit_with(function, log):
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    sys.exit(function())
 
 
 def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
@@ -579,7 +488,7 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     assert "stopped by SIGTERM after saving step" in (tmp_path / "log").read_text()
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 40
+# ----------------------------------------------------------------------------------------------- 40
 
 
 def test_pitfall_40_two_launchers_are_one_job(tmp_path):
@@ -710,10 +619,10 @@ def test_pitfall_40_address_from_slurm(nodes, tasks, address, monkeypatch):
     assert machinery.rendezvous.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
 
 
-# ------------------------------------------------------------------------------------------------------------------------- 41
+# ----------------------------------------------------------------------------------------------- 41
 
 
-FAILING_TASK = """
+BROKEN_LABELS = """
 from small import *
 import torch.distributed as dist
 
@@ -729,7 +638,7 @@ def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
     plain = tmp_path / "plain.py"
     plain.write_text("raise RuntimeError('the labels are broken')")
     task = tmp_path / "failing.py"
-    task.write_text(FAILING_TASK)
+    task.write_text(BROKEN_LABELS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     recorded = [
         *torchrun,
@@ -754,43 +663,3 @@ def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
     assert (
         "rank      : 1" in recorded_cause and "the labels of rank 1 are broken" in recorded_cause
     ), recorded_err
-
-
-# ------------------------------------------------------------------------------------------------------------------------- 42
-
-
-def strict_about_old_interfaces(rank):
-    warnings.simplefilter("error", FutureWarning)
-    nn.Module.compile = functools.partialmethod(
-        nn.Module.compile, backend="eager"
-    )  # what is tested are names, not kernels
-
-
-def prefixed_names():
-    net = nn.Linear(2, 1)
-    print(
-        *DistributedDataParallel(net).state_dict(), *torch.compile(copy.deepcopy(net)).state_dict()
-    )
-
-
-def test_pitfall_42_old_interfaces_and_prefixed_names(tmp_path):
-    """FutureWarnings in every process, and checkpoints that no other mode can load: old AMP names, and those of the wrapper."""
-    with pytest.warns(FutureWarning, match=r"torch.amp.GradScaler"):
-        torch.cuda.amp.GradScaler(enabled=False)
-    assert in_group(1, prefixed_names)[0].split() == [
-        "module.weight",
-        "module.bias",
-        "_orig_mod.weight",
-        "_orig_mod.bias",
-    ]
-
-    argv = (*BASE, "--dtype", "float32", "--amp", "bf16", "--average", "ema", "--epochs", "1")
-    names = {"first.weight", "first.bias", "last.weight", "last.bias"}
-    for mode, n, *compiled in (("single", 1), ("dp", 2), ("ddp", 2, "--compile"), ("spawn", 2)):
-        result = train(
-            mode, n, *argv, *compiled, folder=tmp_path / mode, patch=strict_about_old_interfaces
-        )
-        assert result.code == 0, result.err
-        saved = result.checkpoint()
-        assert saved["model"].keys() == names
-        assert saved["average"].keys() - {"n_averaged"} == names

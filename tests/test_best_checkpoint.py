@@ -1,0 +1,254 @@
+"""Which evaluation is the best, which epochs are kept, and what becomes of both in another folder."""
+
+import math
+
+import pytest
+from harness import train
+from patches import BASE
+from runs import load, make_run
+from short_runs import ODD, SMALL
+
+import machinery.files
+import machinery.processes
+import machinery.run
+import machinery.stand_ins
+import machinery.tasks
+
+pytestmark = pytest.mark.usefixtures("handlers")
+
+
+def test_best_and_kept_checkpoints(finished, tmp_path):
+    result = train("single", 1, *SMALL, "--keep-every", "2", folder=tmp_path)
+    assert {path.name for path in result.folder.iterdir()} == {
+        "metrics.jsonl",
+        "last.pt",
+        "best.pt",
+        "epoch-0002.pt",
+        "epoch-0004.pt",
+    }
+    scores = [line["top1"] for line in result.eval_lines()]
+    best = result.checkpoint("best.pt")
+    assert best["best"] == max(scores) and best["epoch"] == scores.index(max(scores)) + 1
+    evaluated = train(
+        "single",
+        1,
+        *SMALL,
+        "--eval-only",
+        "--resume",
+        result.folder / "best.pt",
+        folder=tmp_path / "eval",
+    )
+    assert evaluated.code == 0, evaluated.err
+    assert evaluated.eval_lines()[-1]["top1"] == max(scores)
+
+
+def decide_scores(rank):
+    end_epoch = machinery.run.Run.end_epoch
+    machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(
+        run, {**metrics, "top1": (0.5, 0.9, 0.4)[run.state.epoch]}
+    )
+
+
+def test_best_is_not_the_last(tmp_path):
+    result = train("single", 1, *BASE, folder=tmp_path, patch=decide_scores)
+    best, last = result.checkpoint("best.pt"), result.checkpoint()
+    assert (best["epoch"], best["best"]) == (2, 0.9) and (last["epoch"], last["best"]) == (3, 0.9)
+
+
+def first_score_is_nan(rank):
+    end_epoch = machinery.run.Run.end_epoch
+    machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(
+        run, metrics | {"top1": [float("nan"), 0.2, 0.1][run.state.epoch]}
+    )
+
+
+def test_nan_score_is_not_the_best_for_ever(tmp_path):
+    result = train("single", 1, *BASE, "--epochs", "3", folder=tmp_path, patch=first_score_is_nan)
+    assert result.checkpoint("best.pt")["epoch"] == 2 and result.checkpoint()["best"] == 0.2
+
+
+# ----------------------------------------------------------------------------------------- the best
+
+
+def best_after(folder, scores):
+    """End epochs with these scores; return, after each, best.pt's epoch and the best score."""
+    run, found = make_run(folder, "--epochs", 50), []
+    for score in scores:
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({"loss": 1.0, "top1": score, "top5": 1 - score, "count": 57})
+        best = run.files.directory / "best.pt"
+        loaded = load(best) if best.exists() else {}
+        found.append(
+            (loaded.get("epoch"), load(run.files.directory / "last.pt")["best"]),
+        )
+        assert loaded.get("best") == found[-1][1]
+    return found
+
+
+NAN, INF = math.nan, math.inf
+SCORES = {
+    "equal scores": ([0.5, 0.5, 0.25, 0.5], [(1, 0.5)] * 4),
+    "a rise by one bit": (
+        [0.5, 0.5 + 2**-53, 0.5 + 2**-53],
+        [(1, 0.5), (2, 0.5 + 2**-53), (2, 0.5 + 2**-53)],
+    ),
+    "a first score of zero": ([0.0, -1.0, 0.0, 0.25], [(1, 0.0), (1, 0.0), (1, 0.0), (4, 0.25)]),
+    "negative scores": ([-3.0, -5.0, -3.0, -2.0], [(1, -3.0), (1, -3.0), (1, -3.0), (4, -2.0)]),
+    "nan first": ([NAN, NAN, -7.0, NAN], [(None, None), (None, None), (3, -7.0), (3, -7.0)]),
+    "infinite": ([-INF, 0.5, INF, 0.75], [(None, None), (2, 0.5), (2, 0.5), (4, 0.75)]),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_first_of_equal_scores_stays_the_best(name, tmp_path):
+    scores, wanted = SCORES[name]
+    assert best_after(tmp_path, scores) == wanted
+
+
+def test_tie_is_kept_across_a_resume(tmp_path):
+    best_after(tmp_path, [0.5, 0.25])
+    run = make_run(tmp_path, "--epochs", 50, "--resume", "auto")
+    run.state.step = run.steps_per_epoch
+    run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    assert load(run.files.directory / "best.pt")["epoch"] == 1
+    assert load(run.files.directory / "last.pt")["epoch"] == 3
+
+
+@pytest.mark.parametrize("names", [("loss", "top1", "top5"), ("top1", "loss", "top5")])
+def test_first_metric_that_is_no_loss_decides(names, tmp_path):
+    run = make_run(tmp_path, "--epochs", 50)
+    values = [
+        {"loss": 9.0, "top1": 0.5, "top5": 0.5},
+        {"loss": 1.0, "top1": 0.75, "top5": 0.0},
+        {"loss": 0.0, "top1": 0.6, "top5": 1.0},
+    ]
+    for value in values:
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({**{name: value[name] for name in names}, "count": 57})
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
+
+
+def test_kept_epochs_are_every_so_many(tmp_path):
+    run = make_run(tmp_path, "--epochs", 50, "--keep-every", 3)
+    for _ in range(7):
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    kept = {path.name: load(path)["epoch"] for path in run.files.directory.glob("epoch-*.pt")}
+    assert kept == {"epoch-0003.pt": 3, "epoch-0006.pt": 6}
+    assert not list(make_run(tmp_path / "none", "--epochs", 5).files.directory.glob("*.pt"))
+
+
+def test_score_that_was_not_saved_is_not_the_best(tmp_path):
+    """best.pt is always the file of the score that later ones are compared with."""
+    run = make_run(tmp_path, "--epochs", 50)
+    for score, poison in ((0.5, False), (0.9, True), (0.75, False)):
+        good = run.state.net.weight.data.clone()
+        run.state.net.weight.data[0] = math.nan if poison else 1.0
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
+        run.state.net.weight.data.copy_(good)
+    assert (
+        load(run.files.directory / "best.pt")["best"]
+        == load(run.files.directory / "last.pt")["best"]
+        == 0.75
+    )
+    assert load(run.files.directory / "best.pt")["epoch"] == 3
+
+
+def go_back(folder, name, **files):
+    """Train two epochs, with scores 0.5 and 0.9, go back to a file of them, and score 0.4."""
+    run = make_run(folder / "first", "--epochs", 50, "--keep-every", 1)
+    for score in (0.5, 0.9):
+        run.state.step = run.steps_per_epoch
+        run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
+    run.files.log.close()
+    return make_run(folder / name, "--epochs", 50, "--resume", run.files.directory / files["of"])
+
+
+@pytest.mark.parametrize("name", ["first", "other"])
+def test_going_back_makes_another_best(name, tmp_path):
+    run = go_back(tmp_path, name, of="epoch-0001.pt")
+    run.state.step = run.steps_per_epoch
+    run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
+    best = load(run.files.directory / "best.pt")
+    assert (best["epoch"], best["best"]) == (2, 0.4), "that of a later epoch is of another run"
+
+
+def test_best_comes_along_to_another_folder(tmp_path):
+    run = go_back(tmp_path, "other", of="last.pt")
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
+    run.state.step = run.steps_per_epoch
+    run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
+    assert load(run.files.directory / "last.pt")["best"] == 0.9
+
+
+# ------------------------------------------------------------------------------------ a resumed run
+
+
+def test_resume_in_another_folder_takes_best_along(tmp_path):
+    argv = (*ODD, "--model", "constant", "--epochs", "2")  # the first evaluation stays the best
+    first = train("single", 1, *argv, folder=tmp_path / "a")
+    assert first.checkpoint("best.pt")["epoch"] == 1
+    again = train(
+        "single",
+        1,
+        *argv,
+        "--epochs",
+        "4",
+        "--resume",
+        first.folder / "last.pt",
+        folder=tmp_path / "b",
+    )
+    assert again.code == 0 and again.checkpoint()["best"] == 1.0
+    assert again.checkpoint("best.pt")["epoch"] == 1 and again.checkpoint("best.pt")["best"] == 1.0
+
+
+def test_best_pt_that_was_deleted_is_written_anew(tmp_path):
+    argv = (*ODD, "--model", "constant", "--epochs", "2")
+    first = train("single", 1, *argv, folder=tmp_path)
+    (first.folder / "best.pt").unlink()
+    again = train("single", 1, *argv, "--epochs", "3", "--resume", "auto", folder=tmp_path)
+    assert again.code == 0 and again.checkpoint("best.pt")["epoch"] == 3, again.err
+
+
+def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
+    argv = (*ODD, "--model", "conv", "--keep-every", "1", "--epochs", "4")
+    straight = train("single", 1, *argv, folder=tmp_path / "a")
+    assert straight.checkpoint("best.pt")["epoch"] > 1
+    early = straight.folder / "epoch-0001.pt"
+    again = train("single", 1, *argv, "--epochs", "1", "--resume", early, folder=tmp_path / "b")
+    assert again.code == 0 and not (again.folder / "best.pt").exists(), "nothing was evaluated"
+    went_on = train("single", 1, *argv, "--resume", early, folder=tmp_path / "c")
+    assert went_on.checkpoint("best.pt")["epoch"] == straight.checkpoint("best.pt")["epoch"]
+    assert went_on.checkpoint()["best"] == straight.checkpoint()["best"]
+
+
+def fail_at_last(rank):
+    """The disk is full when last.pt is written to the new folder."""
+    save = machinery.files.save_checkpoint
+
+    def failing(saved, path):
+        if path.name == "last.pt":
+            raise OSError(f"{path} could not be written")
+        save(saved, path)
+
+    machinery.files.save_checkpoint = failing
+
+
+def test_best_is_in_the_new_folder_before_last(tmp_path):
+    """Or a kill in between would let the run go on without it."""
+    argv = (*ODD, "--model", "constant", "--epochs", "1")
+    first = train("single", 1, *argv, folder=tmp_path / "a")
+    second = train(
+        "single",
+        1,
+        *argv,
+        "--epochs",
+        "2",
+        "--resume",
+        first.folder / "last.pt",
+        folder=tmp_path / "b",
+        patch=fail_at_last,
+    )
+    assert second.code != 0 and [path.name for path in second.folder.glob("*.pt")] == ["best.pt"]

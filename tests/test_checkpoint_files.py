@@ -1,0 +1,538 @@
+"""The files of a checkpoint: what is in them, in which order they appear, and that writing one never loses one."""
+
+import functools
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ROOT, deviation, make_args, run_processes, train, walk
+from patches import BASE, printed, without_speed
+from runs import load, make_run, make_step, start_epoch
+from short_runs import ODD, SMALL
+
+import common
+import machinery.files
+import machinery.options
+import machinery.processes
+import machinery.run
+import machinery.stand_ins
+import machinery.tasks
+
+pytestmark = pytest.mark.usefixtures("handlers")
+
+# -------------------------------------------------------------------------------- what is in a file
+
+
+KEYS = {
+    "format",
+    "model",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "average",
+    "epoch",
+    "step",
+    "global_step",
+    "best",
+    "config",
+}
+KEYS |= {
+    "log",
+    "samples",
+}  # the sums since the last line of the log, and the length of the training set
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
+def test_keys_are_those_of_the_format_and_values_are_plain(mode, n, tmp_path):
+    saved = train(
+        mode, n, *SMALL, "--epochs", "1", "--average", "ema", folder=tmp_path
+    ).checkpoint()
+    assert saved.keys() == KEYS
+    assert {type(value) for value in walk(saved)} <= {
+        dict,
+        list,
+        tuple,
+        str,
+        int,
+        float,
+        bool,
+        type(None),
+        torch.Tensor,
+        saved["model"].__class__,
+    }
+    names = [
+        "conv1.weight",
+        "conv1.bias",
+        "conv2.weight",
+        "conv2.bias",
+        "conv3.weight",
+        "conv3.bias",
+        "head.weight",
+        "head.bias",
+    ]
+    assert list(saved["model"]) == names, "neither module. nor _orig_mod."
+    assert saved["average"].keys() == {*names, "n_averaged"}
+    assert (saved["epoch"], saved["step"], saved["global_step"]) == (1, 0, 6)
+
+
+def test_averages_and_momentum_differ_from_the_weights(finished):
+    saved = finished.checkpoint()
+    momentum = {
+        str(key): state["momentum_buffer"] for key, state in saved["optimizer"]["state"].items()
+    }
+    weights = {str(i): tensor for i, tensor in enumerate(saved["model"].values())}
+    assert deviation(momentum, weights) > 1e-3, (
+        "what the bitwise comparisons above compare is not all the same"
+    )
+
+
+@pytest.mark.parametrize(
+    ("average", "averaged"), [("none", False), ("ema", True), ("swa", True), ("swa early", False)]
+)
+def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path):
+    """With a stop before SWA begins its average holds what the run began with."""
+    from patches import stop_after
+
+    kind, _, early = average.partition(" ")
+    argv = (
+        *ODD,
+        "--model",
+        "conv+masks",
+        "--average",
+        kind,
+        "--epochs",
+        "2" if average == "swa" else "3",
+    )
+    result = train(
+        "single",
+        1,
+        *argv,
+        folder=tmp_path,
+        patch=functools.partial(stop_after, 8) if early else None,
+    )
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    task_of_run = machinery.tasks.load_task(make_args("single", *argv))
+    model = task_of_run.build_model(make_args("single", *argv)).double()
+    names = {"torch": torch, "model": model}
+    exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)
+    assert names["averaged"] == averaged
+    images, labels = task_of_run.build_datasets(make_args("single", *argv))[1].__getitems__(
+        list(range(57))
+    )
+    hits = task_of_run.per_sample_metrics(model.eval()(images), labels)["top1"]
+    assert hits.double().mean().item() == pytest.approx(
+        result.checkpoint("best.pt")["best"], rel=1e-12
+    )
+
+
+# ----------------------------------------------------------------------------------------- one file
+
+
+def save_beyond_the_limit(folder):
+    common.save_checkpoint({"format": 1, "x": torch.zeros(10)}, Path(folder) / "last.pt")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    common.save_checkpoint({"format": 1, "x": torch.rand(100_000)}, Path(folder) / "last.pt")
+
+
+def test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other(tmp_path):
+    import functools
+
+    (tmp_path / "run").mkdir()
+    (code, _, err), *_ = run_processes(
+        [functools.partial(save_beyond_the_limit, str(tmp_path / "run"))], tmp_path
+    )
+    assert code == 1 and "Error" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["last.pt"]
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["x"].equal(torch.zeros(10))
+    assert err.splitlines()[-1].startswith(
+        f"OSError: {tmp_path / 'run' / 'last.pt'} could not be written (is the disk full?)"
+    )
+
+
+def test_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
+    """The order of system calls that survives a power cut: write, fsync the file, rename, fsync the folder."""
+    calls = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(
+            os,
+            name,
+            lambda *a, name=name, original=original: (calls.append((name, *a)), original(*a))[1],
+        )
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda *a: (calls.append(("save",)), save(*a))[1])
+    common.save_checkpoint({"format": 1}, tmp_path / "last.pt")
+    assert [call[0] for call in calls] == ["save", "fsync", "replace", "fsync"]
+    assert calls[2][1].parent == calls[2][2].parent, "renamed within one folder"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text"])
+def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(damage, finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "run")
+    path = tmp_path / "run" / "last.pt"
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":  # one bit in the middle of the largest tensor
+        with zipfile.ZipFile(path) as file:
+            largest = max(file.infolist(), key=lambda info: info.file_size)
+        content[largest.header_offset + largest.file_size // 2] ^= 4
+    path.write_bytes(
+        {"truncated": content[:-1000], "flipped": content, "empty": b"", "text": b"hello"}[damage]
+    )
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    for resume, folder in ((path, tmp_path / "other"), ("auto", tmp_path)):
+        refused = train("single", 1, *SMALL, "--resume", resume, folder=folder)
+        assert (
+            refused.code == 2
+            and f"--resume {path}: damaged, or not a checkpoint" in refused.err
+            and refused.err.count("\n") == 1
+        )
+        assert refused.err.endswith("; name another file\n") and not refused.out
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+    resumed = train(
+        "single", 1, *SMALL, "--resume", path.with_name("epoch-0003.pt"), folder=tmp_path
+    )
+    assert resumed.code == 0, resumed.err
+    assert all(
+        tensor.equal(finished.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
+    assert without_speed(resumed.lines) == without_speed(finished.lines)
+
+
+def print_saves(rank):
+    save = machinery.files.save_checkpoint
+    machinery.files.save_checkpoint = lambda saved, path: (
+        print("saved", json.dumps([path.name, saved["global_step"]])),
+        save(saved, path),
+    )
+
+
+def test_save_every_saves_within_the_epoch(tmp_path):
+    result = train(
+        "single", 1, *BASE, "--epochs", "1", "--save-every", "2", folder=tmp_path, patch=print_saves
+    )
+    assert printed(result.out, "saved") == [
+        ["last.pt", 2],
+        ["last.pt", 4],
+        ["last.pt", 6],
+        ["best.pt", 6],
+        ["last.pt", 6],
+    ]
+
+
+# --------------------------------------------------------------------- never a file of a ruined run
+
+
+def poison_weights_in_epoch_3(rank):
+    end_epoch = machinery.run.Run.end_epoch
+
+    def poison(run, metrics):
+        if run.state.epoch == 2:
+            run.state.net.conv1.weight.data[0] = float("nan")
+        end_epoch(run, metrics)
+
+    machinery.run.Run.end_epoch = poison
+
+
+def test_non_finite_parameters_never_reach_a_file(tmp_path):
+    result = train("single", 1, *SMALL, folder=tmp_path, patch=poison_weights_in_epoch_3)
+    assert (
+        "not saved, the last good checkpoint stays: non-finite values in conv1.weight" in result.err
+    )
+    saved = result.checkpoint()
+    assert saved["epoch"] == 2 and all(
+        tensor.isfinite().all() for tensor in saved["model"].values()
+    )
+
+
+def poison_in_epoch_2(part, rank):
+    end_epoch = machinery.run.Run.end_epoch
+
+    def poison(run, metrics):
+        if run.state.epoch == 1:
+            {"average": run.state.average.module, "net": run.state.net}[part].first.weight.data[
+                0
+            ] = float("nan")
+        end_epoch(run, metrics)
+
+    machinery.run.Run.end_epoch = poison
+
+
+@pytest.mark.parametrize("part", ["average", "net"])
+def test_non_finite_average_never_reaches_a_file(part, tmp_path):
+    """Nor do weights whose average is finite: both stand under the same names."""
+    patch = functools.partial(poison_in_epoch_2, part)
+    result = train(
+        "single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path, patch=patch
+    )
+    assert (
+        "not saved, the last good checkpoint stays: non-finite values in first.weight" in result.err
+    )
+    assert result.checkpoint()["epoch"] == 1
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mode, n, tmp_path):
+    """A buffer with an infinity by design, in which another value becomes NaN."""
+    result = train(mode, n, *ODD, "--model", "ruined", folder=tmp_path)
+    assert result.code == 1 and "non-finite values in ruined" in result.err
+    assert "the run is done, but its last state was not saved" in result.err
+    assert not list(result.folder.glob("*.pt"))
+
+
+def test_ranks_of_a_run_that_could_not_be_saved_end_alike(tmp_path):
+    from functools import partial
+
+    from harness import rank_of_run
+
+    argv = [*ODD, "--model", "ruined", "--epochs", "1", "--output-dir", str(tmp_path / "run")]
+    meet, record = str(tmp_path / "meet"), tmp_path / "gradients"
+    targets = [partial(rank_of_run, "ddp", rank, 2, argv, meet, record, 0, None) for rank in (0, 1)]
+    assert [code for code, _, _ in run_processes(targets, tmp_path)] == [1, 1]
+
+
+def stop_with_usr1(rank):
+    from patches import after_step
+
+    after_step(4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def test_warning_of_slurm_ends_with_1_if_the_run_could_not_be_saved(tmp_path):
+    result = train("single", 1, *ODD, "--model", "ruined", folder=tmp_path, patch=stop_with_usr1)
+    assert result.code == 1 and "stopped by SIGUSR1 at step 4, which was not saved" in result.err
+
+
+def test_became_non_finite_compares_place_by_place():
+    nan, inf = torch.nan, torch.inf
+    before = torch.tensor([nan, inf, -inf, 1.0])
+    for value, became in [
+        ([nan, inf, -inf, 1.0], False),
+        ([0.0, 0.0, 0.0, 0.0], False),
+        ([nan, inf, -inf, 2.0], False),
+        ([inf, inf, -inf, 1.0], True),
+        ([nan, -inf, -inf, 1.0], True),
+        ([nan, nan, -inf, 1.0], True),
+        ([nan, inf, -inf, inf], True),
+    ]:
+        assert common.became_non_finite(torch.tensor(value), before) == became, value
+        assert common.became_non_finite(torch.tensor(value), None) == (
+            not torch.tensor(value).isfinite().all()
+        )
+    assert not common.became_non_finite(torch.tensor([2**60, -1]), None)
+
+
+def ruin_one_save(rank):
+    """Let the weights look ruined while the second evaluation is saved."""
+    end_epoch = machinery.run.Run.end_epoch
+
+    def ruined(run, metrics):
+        if run.state.epoch != 1:
+            return end_epoch(run, metrics)
+        original = machinery.files.became_non_finite
+        machinery.files.became_non_finite = lambda *_: True
+        end_epoch(run, {"loss": 0.0, "top1": 2.0, "count": 57})
+        machinery.files.became_non_finite = original
+
+    machinery.run.Run.end_epoch = ruined
+
+
+def test_refused_save_does_not_raise_the_best_score(tmp_path):
+    result = train("single", 1, *ODD, "--model", "conv", folder=tmp_path, patch=ruin_one_save)
+    assert result.code == 0, result.err
+    best = result.checkpoint("best.pt")
+    assert best["best"] == result.checkpoint()["best"] <= 1.0
+    assert best["epoch"] == 3, "and the next good one is the best"
+
+
+def step_in(path):
+    """Return the global step in a checkpoint; None if it is not whole."""
+    try:
+        return load(path)["global_step"]
+    except Exception:
+        return None
+
+
+def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
+    run = make_run(tmp_path, "--epochs", 1)
+    run.finish()
+    run.state.net.bias.data[1] = math.inf
+    run.save("last.pt")
+    assert not (run.files.directory / "last.pt").exists()
+    assert "non-finite values in bias" in capsys.readouterr().err
+    with pytest.raises(machinery.processes.Stopped) as stopped:
+        run.finish()
+    assert stopped.value.code == 1 and stopped.value.reason.endswith("non-finite values in bias")
+    run.state.net.bias.data[1] = 0
+    run.save("last.pt")
+    run.finish()
+    assert step_in(run.files.directory / "last.pt") == 0
+
+
+# ------------------------------------------------------------------------ several files in one save
+
+
+class Journal:
+    """Notes what is asked of the disk, as (what, name), and what stood in a file at that time."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.events = folder, []
+        originals = {name: getattr(os, name) for name in ("fsync", "replace", "rename", "link")}
+        save, copyfile = torch.save, shutil.copyfile
+
+        def fsync(descriptor):
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            self.note("fsync", path)
+            originals["fsync"](descriptor)
+
+        def move(name):
+            def moved(source, target):
+                originals[name](source, target)
+                self.note("appears", Path(target), Path(source))
+
+            return moved
+
+        def saved(value, file, *others):
+            self.note("written", Path(getattr(file, "name", file)))
+            save(value, file, *others)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        for name in ("replace", "rename", "link"):
+            monkeypatch.setattr(os, name, move(name))
+        monkeypatch.setattr(torch, "save", saved)
+        monkeypatch.setattr(
+            shutil,
+            "copyfile",
+            lambda a, b: (copyfile(a, b), self.note("appears", Path(b), Path(a))),
+        )
+
+    def note(self, what, path, source=None):
+        content = None
+        if what != "written" and ".pt" in path.name:
+            content = step_in(path)
+        elif path.name == "metrics.jsonl":
+            content = path.read_text().count("\n")
+        name = "directory" if path == self.folder else path.name
+        self.events.append((what, name, content, source and source.name))
+
+    def appearances(self):
+        names = [name for what, name, *_ in self.events if what == "appears"]
+        return [name for name in names if not name.startswith(".")]
+
+    def index(self, what, name):
+        return next(i for i, event in enumerate(self.events) if event[:2] == (what, name))
+
+
+def check_files(journal, names, step):
+    """Each file is whole and on the disk before its name is, and the name before the next file."""
+    for name in names:
+        at = journal.index("appears", name)
+        assert journal.events[at][2] == step, f"{name} appears whole"
+        temporary = journal.events[at][3]
+        assert temporary.startswith(".") and temporary != name
+        before = [event for event in journal.events[:at] if event[1] == temporary]
+        assert [event[0] for event in before][-2:] == ["written", "fsync"], f"{name} is on the disk"
+        assert before[-1][2] == step, f"all of {name} goes to the disk"
+        assert journal.events[at + 1][:2] == ("fsync", "directory"), (
+            f"the name {name} is on the disk"
+        )
+
+
+def test_files_of_an_epoch_appear_whole_durable_and_in_this_order(run, monkeypatch):
+    journal = Journal(run.files.directory, monkeypatch)
+    run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+    monkeypatch.undo()
+    assert journal.appearances() == [
+        "best.pt",
+        "epoch-0002.pt",
+        "last.pt",
+    ], "last.pt counts the epoch as done: after it nothing would make the others"
+    check_files(journal, ["best.pt", "epoch-0002.pt", "last.pt"], 12)
+    assert {
+        step_in(run.files.directory / name) for name in ("best.pt", "epoch-0002.pt", "last.pt")
+    } == {12}
+    assert not list(run.files.directory.glob(".*")), "no temporary file stays"
+
+
+def test_log_is_on_the_disk_before_a_checkpoint_is_begun(run, monkeypatch):
+    """A power cut must not leave a checkpoint ahead of the log: its lines would be lost."""
+    journal = Journal(run.files.directory, monkeypatch)
+    run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+    monkeypatch.undo()
+    logged = journal.index("fsync", "metrics.jsonl")
+    lines = (run.files.directory / "metrics.jsonl").read_text().count("\n")
+    assert journal.events[logged][2] == lines == 6, "with the evaluation"
+    assert logged < min(i for i, event in enumerate(journal.events) if event[0] == "written")
+
+
+def test_first_save_writes_last_alone(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    journal = Journal(run.files.directory, monkeypatch)
+    run.save("last.pt")
+    monkeypatch.undo()
+    assert journal.appearances() == ["last.pt"]
+    check_files(journal, ["last.pt"], 0)
+    assert sorted(path.name for path in run.files.directory.iterdir()) == [
+        "last.pt",
+        "metrics.jsonl",
+    ]
+
+
+@pytest.mark.parametrize("failing", ["best.pt", "epoch-0002.pt", "last.pt"])
+def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
+    run.state.global_step = 7
+    run.save("last.pt")
+    run.state.global_step = 12
+    replace = os.replace
+
+    def full(source, target):
+        if Path(target).name == failing:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(
+        OSError,
+        match=f"{failing} could not be written .is the disk full.*No space left",
+    ):
+        run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+    assert step_in(run.files.directory / "last.pt") == 7
+    assert not list(run.files.directory.glob(".*")), "what was begun is gone"
+
+
+def test_leftover_of_a_killed_save_does_no_harm(tmp_path):
+    """There is no last.pt yet, but the temporary file of one that was longer."""
+    run = make_run(tmp_path)
+    (run.files.directory / ".last.pt.tmp").write_bytes(b"half a file" * 100_000)
+    run.save("last.pt")
+    assert sorted(path.name for path in run.files.directory.iterdir()) == [
+        "last.pt",
+        "metrics.jsonl",
+    ]
+    assert (run.files.directory / "last.pt").stat().st_size < 100_000 and step_in(
+        run.files.directory / "last.pt"
+    ) == 0
+
+
+def test_step_that_ends_the_run_saves_last_alone(tmp_path):
+    """--save-every writes last.pt and nothing else, with the sums since the last line."""
+    run = make_run(tmp_path, "--save-every", 2, "--log-every", 5)
+    start_epoch(run)
+    for step in range(4):
+        make_step(run, [float(step), 1.0])
+        assert step_in(run.files.directory / "last.pt") == (None, 2, 2, 4)[step]
+    assert [path.name for path in run.files.directory.glob("*.pt")] == ["last.pt"]
+    saved = load(run.files.directory / "last.pt")
+    assert saved["log"] == {"loss": [10.0], "count": [8.0]} and (saved["epoch"], saved["step"]) == (
+        0,
+        4,
+    )

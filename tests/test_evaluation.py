@@ -1,0 +1,375 @@
+"""Evaluations: when they are made, what they draw, and what --eval-only reads and leaves as it is."""
+
+import functools
+import importlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import make_args, train, undisturbed
+from patches import BASE, printed, set_environment_of, without_speed
+from runs import load, make_run
+from short_runs import NOISE, ODD, ODD_MODES, SWA
+
+import machinery.files
+import machinery.processes
+import machinery.run
+import machinery.tasks
+import sampling
+
+pytestmark = pytest.mark.usefixtures("handlers")
+
+
+@pytest.mark.parametrize(("mode", "n"), ODD_MODES)
+def test_evaluation_repeats_what_it_draws(mode, n, tmp_path):
+    """At a learning rate of 0 the evaluations of two epochs differ by what they draw alone."""
+    result = train(mode, n, *NOISE, "--lr", "0", "--epochs", "2", folder=tmp_path)
+    first, second = result.eval_lines()
+    assert first["loss"] == second["loss"], result.err
+
+
+def test_seeds_of_an_evaluation_are_no_seeds_of_training():
+    def drawn():
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    seeds = []
+    for begin in (
+        *(functools.partial(sampling.seed_evaluation, 3, i) for i in (0, 1, 2)),
+        *(functools.partial(sampling.seed_rng, 3, step, i) for step in (0, 1) for i in (0, 1)),
+        functools.partial(sampling.seed_evaluation, 4, 0),
+    ):
+        begin()
+        seeds.append(drawn())
+        begin()
+        assert drawn() == seeds[-1]
+    for values in zip(*seeds):
+        assert len(set(values)) == len(seeds)
+
+
+def test_evaluation_batches_are_the_same_at_every_world_size():
+    for length, batch_size in itertools.product((1, 7, 8, 9, 57, 1000, 5000), (1, 3, 64, 500)):
+        whole = [indices for _, indices in sampling.ShardSampler(length, batch_size)]
+        assert max(map(len, whole)) <= min(batch_size, math.ceil(length / 8))
+        for world_size in range(1, 6):
+            shards = [
+                [i for _, i in sampling.ShardSampler(length, batch_size, r, world_size)]
+                for r in range(world_size)
+            ]
+            joined = [shards[b % world_size][b // world_size] for b in range(len(whole))]
+            assert joined == whole and sum(map(len, shards)) == len(whole)
+
+
+def test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said():
+    for argv, size in (
+        (["--batch-size", "60"], 60),
+        (["--batch-size", "60", "--accum-steps", "4"], 15),
+        (["--batch-size", "512"], 128),
+        (["--batch-size", "60", "--eval-batch-size", "300"], 300),
+    ):
+        assert make_args("single", *argv).eval_batch_size == size
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_metric_of_some_batches_alone_ends_the_run(mode, n, tmp_path):
+    result = train(mode, n, *ODD, "--model", "sometimes", folder=tmp_path)
+    assert result.code == 1
+    assert "the same names for every batch; only some batches have threes" in result.err
+
+
+# -------------------------------------------------------------- between training and its evaluation
+
+
+def print_files(mode, rank):
+    """Print what appears, and when the evaluation is made."""
+    script = importlib.import_module(f"train_{mode}")
+    save, evaluate = machinery.files.save_checkpoint, script.evaluate
+
+    def saved(state, path):
+        save(state, path)
+        place = [path.name, state["epoch"], state["step"], len(state["log"])]
+        print("event", json.dumps(place), flush=True)
+
+    def evaluated(*arguments):
+        if rank == 0:
+            print("event", json.dumps("evaluation"))
+        return evaluate(*arguments)
+
+    machinery.files.save_checkpoint, script.evaluate = saved, evaluated
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
+def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n, tmp_path):
+    argv = (*BASE, "--epochs", "2", "--keep-every", "2", "--save-every", "3")
+    patch = functools.partial(print_files, mode)
+    events = printed(train(mode, n, *argv, folder=tmp_path, patch=patch).out, "event")
+    assert events[:5] == [["last.pt", 0, 3, 1], ["last.pt", 0, 6, 1], "evaluation", *events[3:5]]
+    assert events[3:5] == [["best.pt", 1, 0, 1], ["last.pt", 1, 0, 1]]
+    assert events[5:8] == [["last.pt", 1, 3, 1], ["last.pt", 1, 6, 1], "evaluation"]
+    names = [event[0] for event in events[8:]]
+    assert names in (["best.pt", "epoch-0002.pt", "last.pt"], ["epoch-0002.pt", "last.pt"])
+    assert all(event[1:] == [2, 0, 1] for event in events[8:])
+
+
+@pytest.mark.parametrize("number", machinery.processes.SIGNALS)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
+    """In the last epoch all is done then, and there is nothing to stop."""
+    run = make_run(tmp_path, "--epochs", epochs)
+    run.state.step, run.state.global_step = run.steps_per_epoch, 6
+    os.kill(os.getpid(), number)
+    if epochs == 1:
+        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    else:
+        with pytest.raises(machinery.processes.Stopped) as stopped:
+            run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+        assert stopped.value.code == machinery.processes.SIGNALS[number]
+        assert stopped.value.reason == f"stopped by {number.name} after saving step 6"
+    saved = load(run.files.directory / "last.pt")
+    assert (saved["epoch"], saved["step"]) == (1, 0) and (run.files.directory / "best.pt").exists()
+    assert (run.files.directory / "metrics.jsonl").read_text().count("eval") == 1
+
+
+def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
+    run = make_run(tmp_path, "--epochs", 3)
+    for epoch in range(2):
+        run.state.step, run.state.global_step = run.steps_per_epoch, 6 * epoch + 6
+        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  eval  " in line]
+    assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3"]
+    logged = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
+    assert [(line["epoch"], line["global_step"]) for line in logged] == [(0, 6), (1, 12)]
+    assert (run.state.epoch, run.state.step) == (2, 0)
+
+
+def look_before_the_evaluation(rank):
+    """Print the position of last.pt whenever an evaluation begins."""
+    seed_evaluation = sampling.seed_evaluation
+
+    def watched(seed, i):
+        if i == rank == 0:
+            saved = torch.load(f"{os.environ['OUTPUT']}/last.pt")
+            print("saved:", saved["epoch"], saved["step"], saved["global_step"], flush=True)
+        seed_evaluation(seed, i)
+
+    for module in list(sys.modules.values()):  # the scripts have a name of their own for it
+        if vars(module).get("seed_evaluation") is seed_evaluation:
+            module.seed_evaluation = watched
+
+
+@pytest.mark.parametrize(("mode", "n"), ODD_MODES)
+def test_run_is_saved_before_each_evaluation(mode, n, tmp_path):
+    from patches import Patches, set_environment
+
+    output = functools.partial(set_environment, {"OUTPUT": str(tmp_path / "run")})
+    result = train(
+        mode,
+        n,
+        *ODD,
+        "--model",
+        "conv",
+        folder=tmp_path,
+        patch=Patches(output, look_before_the_evaluation),
+    )
+    assert re.findall("saved: .*", result.out) == [
+        "saved: 0 6 6",
+        "saved: 1 6 12",
+        "saved: 2 6 18",
+    ], result.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_path, monkeypatch):
+    reference = undisturbed(mode, n, *NOISE)
+    monkeypatch.setenv("STOP_IN_EVALUATION", f"{int(number)}:{tmp_path / 'seen'}")
+    first = train(mode, n, *NOISE, folder=tmp_path, patch=set_environment_of(monkeypatch))
+    assert first.code == 143 if number == signal.SIGTERM else first.code, first.err
+    saved = first.checkpoint()
+    expected = (
+        (1, 0) if number == signal.SIGTERM else (0, 6)
+    )  # a signal waits for the end of the evaluation
+    assert (saved["epoch"], saved["step"]) == expected
+    resumed = train(
+        mode, n, *NOISE, "--resume", "auto", folder=tmp_path, patch=set_environment_of(monkeypatch)
+    )
+    assert resumed.code == 0, resumed.err
+    assert without_speed(resumed.lines) == without_speed(reference.lines)
+    assert resumed.checkpoint("best.pt")["best"] == reference.checkpoint("best.pt")["best"]
+
+
+def keep_last_before_the_evaluation(rank):
+    eval_model = machinery.run.Run.eval_model
+
+    def watched(run, loader):
+        shutil.copy(run.files.directory / "last.pt", run.files.directory / "before.pt")
+        return eval_model(run, loader)
+
+    machinery.run.Run.eval_model = watched
+
+
+def test_evaluation_after_the_checkpoint_is_logged_once(tmp_path):
+    """A crash between the evaluation and the save: the checkpoint is that of the epoch's last step, and the log is ahead of it."""
+    argv = (*BASE, "--epochs", "1", "--save-every", "6")
+    first = train("single", 1, *argv, folder=tmp_path, patch=keep_last_before_the_evaluation)
+    lines = without_speed(first.lines)
+    os.replace(first.folder / "before.pt", first.folder / "last.pt")
+    assert (first.checkpoint()["epoch"], first.checkpoint()["step"]) == (0, 6)
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0 and without_speed(resumed.lines) == lines
+
+
+def keep_last(path, rank):
+    """Copy last.pt before each evaluation."""
+    import train_single
+
+    evaluate = train_single.evaluate
+
+    def watched(args, *others):
+        shutil.copy(Path(args.output_dir) / "last.pt", path)
+        return evaluate(args, *others)
+
+    train_single.evaluate = watched
+
+
+def test_evaluation_of_a_checkpoint_from_before_its_evaluation_is_that_evaluation(tmp_path):
+    before = tmp_path / "before.pt"
+    result = train("single", 1, *SWA, folder=tmp_path, patch=functools.partial(keep_last, before))
+    assert torch.load(before)["step"] == 6, (
+        "saved after the last step, before the statistics were there"
+    )
+    looked = train("single", 1, *SWA, "--eval-only", "--resume", before, folder=tmp_path / "looked")
+    assert looked.code == 0, looked.err
+    (again,) = looked.eval_lines()
+    assert result.eval_lines()[-1] == again and len(result.eval_lines()) == 4
+
+
+# -------------------------------------------------------------------------------------- --eval-only
+
+
+@pytest.mark.parametrize(
+    ("epoch", "step", "shown"),
+    [(0, 0, 1), (0, 4, 1), (0, 6, 1), (1, 0, 1), (1, 2, 2), (1, 6, 2), (2, 0, 2), (3, 0, 3)],
+)
+def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp_path, capsys):
+    """A checkpoint of an epoch's end counts the epoch as done; one from within it does not."""
+    run = make_run(tmp_path, "--epochs", 3)
+    run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
+    run.save("last.pt")
+    run.files.log.close()
+    path = run.files.directory / "last.pt"
+    run = make_run(tmp_path / "elsewhere", "--epochs", 3, "--eval-only", "--resume", path)
+    capsys.readouterr()
+    run.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
+    wanted = f"epoch {shown}/3  eval  loss 1.500000  top1 0.250000  (57 samples)\n"
+    assert capsys.readouterr().out == wanted
+    (line,) = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
+    assert line == {
+        "event": "eval",
+        "epoch": shown - 1,
+        "global_step": 6 * epoch + step,
+        "loss": 1.5,
+        "top1": 0.25,
+        "count": 57,
+    }
+
+
+def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
+    """It prints, and that is all."""
+    run.save("last.pt")
+    run.files.log.close()
+    before = {path.name: path.read_bytes() for path in run.files.directory.iterdir()}
+    path = run.files.directory / "last.pt"
+    again = make_run(run.files.directory.parent, "--eval-only", "--resume", path)
+    capsys.readouterr()
+    again.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
+    assert "epoch 2/30  eval  loss 1.500000" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in run.files.directory.iterdir()} == before
+
+
+def test_eval_only_leaves_the_log(tmp_path):
+    first = train("single", 1, *BASE, "--epochs", "2", "--keep-every", "1", folder=tmp_path)
+    lines = first.lines
+    older = first.folder / "epoch-0001.pt"
+    evaluated = train(
+        "single", 1, *BASE, "--epochs", "2", "--eval-only", "--resume", older, folder=tmp_path
+    )
+    assert evaluated.code == 0, evaluated.err
+    assert (
+        evaluated.lines == lines
+        and f"eval  loss {first.eval_lines()[0]['loss']:.6f}" in evaluated.out
+    )
+
+
+def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
+    trained = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path)
+    options = ["--eval-only", "--resume", trained.folder / "last.pt"]
+    same = train(
+        "single",
+        1,
+        *BASE,
+        "--average",
+        "ema",
+        "--batch-size",
+        "7",
+        *options,
+        folder=tmp_path / "same",
+    )
+    assert same.eval_lines()[0]["loss"] == pytest.approx(
+        trained.eval_lines()[-1]["loss"], rel=1e-12
+    )
+    other = train("single", 1, *BASE, *options, folder=tmp_path / "other")
+    assert other.code == 2 and "--average none" in other.err and "was made with ema" in other.err
+    nothing = train(
+        "single", 1, *BASE, "--eval-only", "--resume", "auto", folder=tmp_path / "nothing"
+    )
+    assert nothing.code == 2 and "there is no checkpoint" in nothing.err
+
+
+def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    argv = (*ODD, "--model", "conv", "--keep-every", "1", "--tensorboard")
+    result = train("single", 1, *argv, folder=tmp_path)
+    before = (result.folder / "metrics.jsonl").read_bytes()
+    older = result.folder / "epoch-0001.pt"
+    again = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path)
+    assert again.code == 0, again.err
+    assert (result.folder / "metrics.jsonl").read_bytes() == before
+    loss = result.eval_lines()[0]["loss"]
+    assert f"epoch 1/3  eval  loss {loss:.6f}" in again.out
+    events = EventAccumulator(str(result.folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [6, 12, 18]
+    elsewhere = train(
+        "single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path / "elsewhere"
+    )
+    assert [line["loss"] for line in elsewhere.eval_lines()] == [loss]
+    last = result.folder / "last.pt"
+    second = train(
+        "single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "elsewhere"
+    )
+    assert [line["epoch"] for line in second.eval_lines()] == [0, 2], (
+        "a folder of evaluations gets each of them"
+    )
+
+
+def test_eval_only_leaves_an_empty_log_of_a_run_empty(tmp_path):
+    argv = (*ODD, "--model", "conv", "--log-every", "100")
+    from patches import stop_after
+
+    stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 4))
+    assert stopped.code == 143 and not stopped.lines
+    looked = train(
+        "single", 1, *argv, "--eval-only", "--resume", stopped.folder / "last.pt", folder=tmp_path
+    )
+    assert looked.code == 0 and not looked.lines and "eval  loss" in looked.out

@@ -1,0 +1,599 @@
+"""Ranks that fail, diverge, lose each other or end early: which code a run ends with, what the last line says, what is started again."""
+
+import fcntl
+import functools
+import itertools
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import guard_of, in_group, make_args, optimizer_of, run_processes, train
+from patches import BASE, Patches, call_in_task, change_training_loss, printed, set_environment
+from short_runs import EVERYTHING, MODES, ODD, SEVERAL
+from torch import nn
+
+import common
+import machinery.check
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.rendezvous
+import machinery.run
+import machinery.tasks
+
+
+def leave_late(rank):
+    """Rank 1 is slow to hear why the run ends. It prints whether rank 0 was still there then."""
+    broadcast = machinery.run.broadcast_object
+    pid = Path(f"{os.environ['OUTPUT']}-pid")
+
+    def slow(value):
+        value = broadcast(value)
+        if rank == 0:
+            pid.write_text(str(os.getpid()))
+        elif isinstance(value, tuple) and value[1] is not None:
+            while not pid.exists() or not pid.read_text():
+                time.sleep(0.01)
+            descriptor = os.pidfd_open(int(pid.read_text()))
+            print("rank 0 left:", bool(select.select([descriptor], [], [], 1)[0]))
+        return value
+
+    machinery.run.broadcast_object = slow
+
+
+def test_early_end_of_all_ranks_waits_for_all(tmp_path):
+    """Or gloo could end a rank with SIGABRT, while it still talks to one that is gone."""
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        output = functools.partial(set_environment, {"OUTPUT": str(tmp_path / "run")})
+        result = train("ddp", 2, *BASE, folder=tmp_path, patch=Patches(output, leave_late))
+    assert result.code == 2 and "rank 0 left: False" in result.out, result.out + result.err
+
+
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 3), ("spawn", 4)])
+def test_early_end_of_all_ranks_has_its_exit_code(mode, n, tmp_path):
+    """They know of it after they met: the folder belongs to a run that is still there."""
+    import fcntl
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with open(folder / "metrics.jsonl", "a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        result = train(mode, n, *ODD, "--model", "conv", folder=tmp_path)
+    assert result.code == 2 and "another run is writing there" in result.err, result.err
+    assert "terminate called" not in result.err
+
+
+# ------------------------------------------------------------------------------------------- ending
+
+
+def ranks_of(environment):
+    os.environ.update(environment)
+    return machinery.rendezvous.ranks_from_env()[0]
+
+
+def test_rank_whose_launcher_was_killed_before_it_looked_ends(tmp_path):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    targets = [
+        functools.partial(ranks_of, {**ranks, **launcher}) for launcher in ({}, {"LAUNCH_PID": "1"})
+    ]
+    assert [code for code, _, _ in run_processes(targets, tmp_path)] == [0, 1]
+
+
+# -------------------------------------------------------------------------------- a rank that fails
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
+    """sys.exit(0) deep in a task would look like a run that is done, to the launcher and to whoever reads its code."""
+    patch = functools.partial(
+        call_in_task,
+        "per_sample_loss",
+        3,
+        functools.partial(sys.exit, 0),
+        n - 1 if mode != "dp" else 0,
+    )
+    result = train(mode, n, *BASE, folder=tmp_path, patch=patch)
+    assert result.code == 1 and "the run was left before its end" in result.err.splitlines()[-1]
+
+
+FAILED, LOST = machinery.processes.FAILED, machinery.processes.LOST
+
+
+class Rank:
+    """A process as subprocess and multiprocessing have it, which ends with `code`; None: only if it is killed."""
+
+    def __init__(self, code, waits=0):
+        self.code, self.waits, self.pid, self.killed = code, waits, 0, False
+
+    def poll(self):
+        self.waits -= 1
+        return self.code if self.waits < 0 else None
+
+    def kill(self):
+        self.killed = True
+
+    def wait(self):
+        assert self.killed, "it would never end"
+
+
+class Spawned(Rank):
+    exitcode = property(Rank.poll)
+    join, wait = Rank.wait, property()
+
+
+@pytest.mark.parametrize(
+    ("codes", "received", "code", "cause"),
+    [
+        ([0, 0], [], 0, ""),
+        ([0, 0], [signal.SIGTERM], 0, ""),
+        ([143, 143], [signal.SIGTERM], 143, ""),
+        ([143, 143], [], 143, ""),
+        ([2, 2], [], 2, ""),
+        ([LOST, 2], [], 2, ""),
+        ([3, 3], [], 3, ""),
+        ([1, 1], [], 1, ""),
+        ([FAILED, LOST], [], FAILED, ""),
+        ([LOST, FAILED, None], [], FAILED, ""),
+        ([LOST, -9, None], [], FAILED, "process 1 was killed by SIGKILL"),
+        ([143, -9, 143], [signal.SIGTERM], 143, ""),
+        ([-15, -15], [signal.SIGTERM], 143, "stopped by SIGTERM with nothing to save"),
+        ([-2, LOST], [signal.SIGINT], 130, "stopped by SIGINT with nothing to save"),
+        ([LOST, -10], [signal.SIGUSR1], 138, "stopped by SIGUSR1 with nothing to save"),
+        ([LOST, -15], [], FAILED, "process 1 was killed by SIGTERM"),
+        ([LOST, 7], [], FAILED, "process 1 left with exit code 7"),
+        ([LOST, 1, None], [], FAILED, "process 1 left with exit code 1"),
+        ([LOST, 0], [], FAILED, "a rank left before the end"),
+    ],
+)
+@pytest.mark.parametrize("kind", [Rank, Spawned])
+def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(
+    kind, codes, received, code, cause, monkeypatch
+):
+    """The others end for its sake, or have to be ended."""
+    monkeypatch.setattr(machinery.launch, "handle_signals", lambda handler: None)
+    monkeypatch.setattr(machinery.launch, "GRACE", 0.5)
+    processes = [kind(code, waits=i) for i, code in enumerate(codes)]
+    assert machinery.launch.wait_for(processes, 1, received) == (code, cause)
+    assert [process.killed for process in processes] == [code is None for code in codes]
+
+
+GONE = [  # of torch 2.6 and 2.15
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection reset by peer [127.0.0.1]:4711. This is typically caused by",
+    "sendBytes failed on SocketImpl(fd=4, addr=[localhost]:4711, remote=[localhost]:4712): Broken pipe",
+    "NCCL error: remote process exited or there was a network error",
+]
+
+
+def test_lost_connection_is_one_to_another_rank():
+    assert all(machinery.processes.LOST_CONNECTION.search(message) for message in GONE)
+    assert not machinery.processes.LOST_CONNECTION.search("[Errno 104] Connection reset by peer"), (
+        "of the task's own, to a file server say"
+    )
+
+
+def lose_the_other_rank(launcher):
+    """Be a rank whose connection to another one breaks."""
+    os.environ.update({"RANK": "0", **launcher})
+
+    def main():
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+        )
+
+    return machinery.processes.run_main(main)
+
+
+def test_rank_that_lost_another_leaves_in_silence_if_the_launcher_is_ours(tmp_path):
+    """The cause is what the other one said, or what the launcher says of it. torchrun would say nothing."""
+    ours, torchrun = [
+        functools.partial(lose_the_other_rank, launcher) for launcher in ({"LAUNCH_PID": "1"}, {})
+    ]
+    (code, out, err), (code_of_torchrun, _, err_of_torchrun) = run_processes(
+        [ours, torchrun], tmp_path
+    )
+    assert (code, out, err) == (LOST, "", "")
+    assert code_of_torchrun == 1 and "Connection closed by peer" in err_of_torchrun.splitlines()[-1]
+
+
+ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all nodes again with --resume auto"
+
+
+@pytest.mark.parametrize(
+    ("codes", "nnodes", "expected"),
+    [
+        ([0, 0], 1, (0, "")),
+        ([LOST, FAILED, LOST], 1, (FAILED, "")),  # who failed has told why; who lost it has not
+        ([LOST, 2], 1, (2, "")),
+        ([FAILED, 3], 1, (3, "")),
+        ([FAILED, 143], 1, (143, "")),
+        ([1, 1], 1, (1, "")),
+        ([LOST, -9], 1, (FAILED, "process 1 was killed by SIGKILL")),
+        ([LOST, 7], 1, (FAILED, "process 1 left with exit code 7")),
+        ([0, LOST], 1, (FAILED, "a rank left before the end")),
+        ([LOST, LOST], 2, (FAILED, ELSEWHERE)),
+        ([LOST, FAILED], 2, (FAILED, ELSEWHERE)),
+        ([2, LOST], 2, (2, "")),
+    ],
+)
+def test_cause_of_a_failure_is_not_what_followed_from_it(codes, nnodes, expected, handlers):
+    ended = [SimpleNamespace(exitcode=code) for code in codes]
+    assert machinery.launch.wait_for(ended, nnodes, []) == expected
+
+
+# ----------------------------------------------------------------------------------------- restarts
+
+
+def test_launcher_starts_nothing_again_that_a_signal_asked_to_stop(tmp_path, monkeypatch):
+    """A rank may hang then, or fail for another reason; `test_when_the_launcher_restarts` says when it does."""
+
+    def wait_for(processes, nnodes, received):
+        (tmp_path / "last.pt").touch()
+        received.append(signal.SIGTERM)
+        return FAILED, "killed"
+
+    started = []
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(machinery.launch, "start", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(machinery.launch, "wait_for", wait_for)
+    monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
+    monkeypatch.setattr(sys, "argv", ["launch.py", "2", "--output-dir", str(tmp_path)])
+    assert machinery.launch.main() == 1 and len(started) == 1
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """Launch 2 ranks that do not start; return what each attempt found in its environment."""
+
+    def launch(endings, *argv, saves=True):
+        attempts = []
+
+        def start(given, devices, args, attempt):
+            assert devices == 2 and given == [*argv, "--output-dir", str(tmp_path)]
+            attempts.append({"attempt": attempt, **os.environ})
+            if saves:
+                (tmp_path / "last.pt").touch()
+
+        kept = {name: value for name, value in os.environ.items() if name == "PATH"}
+        monkeypatch.setattr(os, "environ", kept)
+        monkeypatch.setattr(machinery.launch, "start", start)
+        monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
+        monkeypatch.setattr(machinery.launch, "wait_for", lambda *_: endings[len(attempts) - 1])
+        monkeypatch.setattr(sys, "argv", ["launch.py", "2", *argv, "--output-dir", str(tmp_path)])
+        return machinery.launch.main(), attempts
+
+    return launch
+
+
+def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
+    code, attempts = launches([(FAILED, why) for why in ("lost", "", "first", "last")])
+    assert code == 1 and [each["attempt"] for each in attempts] == [0, 1, 2, 3]
+    causes = [each.get("LAUNCH_FAILURE") for each in attempts]
+    assert causes == [None, "lost", "a rank failed, as it says above", "first"]
+    for name in ("LAUNCH_PID", "TORCHELASTIC_RUN_ID", "LAUNCH_RENDEZVOUS_FILE"):
+        assert len({each[name] for each in attempts}) == 1, "one run of one launcher"
+    assert attempts[0]["LAUNCH_PID"] == str(os.getpid())
+    for library in ("GLOO", "NCCL"):
+        assert attempts[0][f"{library}_SOCKET_IFNAME"] == "lo", "nobody else can reach it"
+    assert capsys.readouterr().err == "train_ddp.py: last\n"
+
+
+@pytest.mark.parametrize(
+    ("endings", "options", "saves", "code"),
+    [
+        ([(FAILED, "lost"), (0, "")], [], True, 0),
+        ([(FAILED, "lost")], [], False, 1),  # the same would happen again
+        ([(FAILED, "lost")], SEVERAL, True, 1),  # the other machine would have to know
+        ([(1, "")], [], True, 1),  # the ranks ended together, for a reason that stays
+        ([(2, "")], [], True, 2),
+        ([(3, "")], [], True, 3),
+        ([(130, "")], [], True, 130),
+        ([(143, "")], [], True, 143),
+    ],
+    ids=[
+        "well",
+        "nothing saved",
+        "several machines",
+        "together",
+        "argument",
+        "diverged",
+        "INT",
+        "TERM",
+    ],
+)
+def test_when_the_launcher_restarts(endings, options, saves, code, launches):
+    found, attempts = launches(endings, *options, saves=saves)
+    assert found == code and len(attempts) == len(endings)
+    meets_in_a_file = "LAUNCH_RENDEZVOUS_FILE" in attempts[0]
+    assert meets_in_a_file == (not options), "several machines meet at --master-addr"
+
+
+# -------------------------------------------------------------------------------- non-finite values
+
+
+def nan_in_third(losses, k):
+    return losses * float("nan") if k == 2 else losses
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_nan_is_skipped_in_every_mode(mode, n, tmp_path):
+    result = train(
+        mode,
+        n,
+        *BASE,
+        "--epochs",
+        "2",
+        folder=tmp_path,
+        patch=functools.partial(change_training_loss, nan_in_third),
+    )
+    assert result.code == 0, result.err
+    assert sum(line["skipped"] for line in result.train_lines()) == 1
+    assert result.checkpoint()["global_step"] == 12
+    assert all(tensor.isfinite().all() for tensor in result.checkpoint()["model"].values())
+
+
+def always_nan(losses, k):
+    return losses * float("nan")
+
+
+def nan_from_ninth(losses, k):
+    return losses * float("nan") if k >= 8 else losses
+
+
+def nan_every_second(losses, k):
+    return losses * float("nan") if k % 2 else losses
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path):
+    for mode, n in (("single", 1), ("ddp", 2)):
+        result = train(
+            mode,
+            n,
+            *BASE,
+            folder=tmp_path / mode,
+            patch=functools.partial(change_training_loss, always_nan),
+        )
+        assert result.code == 3 and "diverged: 10 steps in a row" in result.err
+        assert len(result.train_lines()) == 9  # the tenth ended it
+    result = train(
+        "single",
+        1,
+        *BASE,
+        folder=tmp_path / "late",
+        patch=functools.partial(change_training_loss, nan_from_ninth),
+    )
+    assert result.code == 3 and "seen at step 18" in result.err, "the last ten of 18 steps"
+    patch = functools.partial(change_training_loss, nan_every_second)
+    result = train(
+        "single", 1, *BASE, "--epochs", "4", folder=tmp_path / "every second", patch=patch
+    )
+    assert result.code == 0, result.err  # 12 of them, but not in a row
+    assert sum(line["skipped"] for line in result.train_lines()) == 12
+
+
+def statistics(net):
+    return {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_skipped_step_leaves_no_trace_in_batchnorm(amp):
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    args = make_args("single", "--amp", amp)
+    scaler, optimizer = guard_of(args, torch.device("cpu"), net), optimizer_of(args, net)
+    seen = []
+    for poison in (0.0, 0.0, float("nan"), 0.0):
+        before = statistics(net)
+        assert before["1.num_batches_tracked"] == sum(seen), (
+            "or a mean over all batches would count it"
+        )
+        scaler.scale(net(torch.randn(8, 3) + poison).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        after = statistics(net)
+        assert all(buffer.isfinite().all() for buffer in after.values())
+        seen.append(not after["1.running_mean"].equal(before["1.running_mean"]))
+    assert seen == [True, True, False, True]
+
+    resumed = {name: buffer + 1 for name, buffer in statistics(net).items()}
+    net.load_state_dict(resumed, strict=False)
+    scaler.load_state_dict(scaler.state_dict())
+    scaler.scale(net(torch.full((8, 3), float("nan"))).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert statistics(net)["1.running_mean"].equal(resumed["1.running_mean"]), (
+        "as restored, not as before that"
+    )
+
+
+def poison_the_input(k, rank_to_poison, rank):
+    """NaN in one image of the k-th batch of one rank, before the first layer."""
+    if rank != rank_to_poison:
+        return
+    forward, calls = nn.Conv2d.forward, itertools.count()
+
+    def poisoned(self, images):
+        if self.training and next(calls) == k:
+            images = images.clone()
+            images[0] = float("nan")
+        return forward(self, images)
+
+    nn.Conv2d.forward = poisoned
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+def test_run_outlives_a_poisoned_image(mode, n, tmp_path):
+    """One NaN in BatchNorm's statistics would stay there, and every later evaluation and checkpoint with it."""
+    result = train(
+        mode, n, *EVERYTHING, folder=tmp_path, patch=functools.partial(poison_the_input, 7, n - 1)
+    )
+    assert result.code == 0 and "not saved" not in result.err, result.err
+    assert sum(line["skipped"] for line in result.train_lines()) == 1
+    saved = result.checkpoint()
+    assert saved["epoch"] == 3 and all(
+        tensor.isfinite().all() for part in ("model", "average") for tensor in saved[part].values()
+    )
+
+
+def test_ten_skipped_steps_in_a_row_are_remembered():
+    net = nn.Linear(1, 1)
+    args = make_args()
+    scaler, optimizer = guard_of(args, torch.device("cpu"), net), optimizer_of(args, net)
+    for bad in [False] * 3 + [True] * 9 + [False] + [True] * 10 + [False] * 2:
+        net.weight.grad = torch.full((1, 1), float("nan") if bad else 1.0)
+        net.bias.grad = torch.ones(1)
+        scaler.scale(torch.zeros(1))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.in_a_row == 10, "until the next look at it"
+
+
+# --------------------------------------------------------------------------- ranks that drift apart
+
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias", "4"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def make_net(dtype):
+    """Three layers, one of them frozen, and a parameter without dimensions."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)]
+    net = nn.Sequential(*layers).to(dtype)
+    net.register_parameter("4", nn.Parameter(torch.ones((), dtype=dtype)))
+    net[0].requires_grad_(False)
+    return net
+
+
+def complaint(net):
+    try:
+        common.sync_buffers(net)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def next_number(value):
+    """The neighbour of a number, one bit away."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()]
+    return (value.view(bits) + 1).view(value.dtype)
+
+
+def check_drift():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number, name in enumerate(NAMES):
+        net = make_net(dtype := DTYPES[number % len(DTYPES)])
+        assert complaint(net) == "", "all alike"
+        values = dict(net.named_parameters())[name].data.view(-1)
+        place = -1 - number % len(values)
+        if rank == number % world_size:
+            values[place] = next_number(values[place])
+        said = complaint(net)
+        assert said.startswith(f"parameters differ between ranks: {name}; "), (dtype, name, said)
+
+
+def check_many_drifts():
+    """Only some are named; each rank says the same."""
+    net = make_net(torch.float64)
+    if dist.get_rank() == 1:
+        for parameter in net.parameters():
+            parameter.data += 1e-9
+    said = complaint(net)
+    five = ", ".join(["4", *NAMES[:4]])
+    assert said.startswith(f"parameters differ between ranks: {five}; "), said
+    net = make_net(torch.float64)
+    if dist.get_rank() == 2:
+        net[1].bias.data[0] += 1e-9
+        net[3].bias.data[1] -= 1e-9
+    assert complaint(net).startswith("parameters differ between ranks: 1.bias, 3.bias; ")
+
+
+def check_signs():
+    """A difference may be of either sign, or a NaN."""
+    for value in (
+        -1e300,
+        1e300,
+        float("nan"),
+        float("inf"),
+        -0.0,
+    ):  # the last has the smallest bits
+        for drifting in range(dist.get_world_size()):
+            net = make_net(torch.float64)
+            net[3].bias.data.zero_()
+            if dist.get_rank() == drifting:
+                net[3].bias.data[1] = value
+            assert "3.bias" in complaint(net), (value, drifting)
+    net = make_net(torch.float64)
+    net[3].bias.data.fill_(float("nan"))
+    assert complaint(net) == "", "the same NaN everywhere is no drift"
+
+
+def check_buffers():
+    """Of every kind: each rank gets those of rank 0."""
+    rank = dist.get_rank()
+    net = make_net(torch.float32)
+    net.register_buffer("mask", torch.tensor([rank == 0, rank == 1]), persistent=False)
+    net[1].running_mean.fill_(rank + 1.5)
+    net[1].running_var.fill_(rank + 2.5)
+    net[1].num_batches_tracked.fill_(rank + 7)
+    assert complaint(net) == ""
+    assert net[1].running_mean.tolist() == [1.5] * 4 and net[1].running_var.tolist() == [2.5] * 4
+    assert net[1].num_batches_tracked == 7 and net.mask.tolist() == [True, False]
+
+
+def check_all():
+    check_drift()
+    check_many_drifts()
+    check_signs()
+    check_buffers()
+
+
+def test_drift_of_any_parameter_on_any_rank_is_named():
+    in_group(3, check_all)
+
+
+def drift_in_epoch_2(name, rank):
+    """One number of rank 1 changes by about a billionth after the eighth of six steps an epoch."""
+    end_step = machinery.run.Run.end_step
+
+    def drifting(run, grad_norm):
+        end_step(run, grad_norm)
+        if run.state.global_step == 8 and rank == 1:
+            dict(run.state.net.named_parameters())[name].data.view(-1)[-1] += 1e-9
+        if rank == 1:
+            print("step", json.dumps(run.state.global_step))
+
+    machinery.run.Run.end_step = drifting
+
+
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("last.bias", ()),
+        ("first.bias", ("--freeze", "first.*")),
+        ("between.weight", ("--average", "ema")),
+    ],
+    ids=["last", "frozen", "average"],
+)
+def test_drift_ends_the_epoch_in_which_it_happened(mode, name, options, tmp_path):
+    argv = (*BASE, "--model", "batchnorm", *options)
+    result = train(mode, 2, *argv, folder=tmp_path, patch=functools.partial(drift_in_epoch_2, name))
+    assert result.code == 1 and f"parameters differ between ranks: {name}" in result.err, result.err
+    assert printed(result.out, "step")[-1] == 12
+    assert result.checkpoint()["epoch"] == 1 or result.checkpoint()["step"] == 6
+    assert len(result.eval_lines()) == 1, "what differs is not evaluated"

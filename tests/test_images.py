@@ -1,0 +1,383 @@
+"""What becomes of an image file: its pixels in evaluation, its crop in training."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import keyed, loader_of, make_args, make_sampler
+from PIL import Image
+
+import sampling
+import task
+
+
+def noise(height, width, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
+
+
+def write(folder, *images):
+    """Write images as PNG, which loses nothing; return the samples (path, label)."""
+    samples = []
+    for i, image in enumerate(images):
+        path = folder / f"{i:03}.png"
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+        samples.append((str(path), i % 3))
+    return samples
+
+
+def resized(image, height, width):
+    """Antialiased bilinear interpolation in float64, rounded to bytes."""
+    wide = F.interpolate(image[None].double(), (height, width), mode="bilinear", antialias=True)
+    return wide[0].round().clamp(0, 255)
+
+
+@pytest.mark.parametrize(
+    ("size", "height", "width"),
+    [
+        (64, 150, 211),
+        (64, 333, 100),
+        (69, 120, 160),
+        (69, 160, 120),
+        (64, 73, 73),
+        (70, 40, 60),
+        (224, 300, 400),
+    ],
+)
+def test_evaluation_resizes_the_shorter_side_and_takes_the_middle(size, height, width, tmp_path):
+    image = noise(height, width)
+    dataset = task.ImageFiles(write(tmp_path, image), size, training=False, seed=0)
+    (seen,), _ = dataset.__getitems__([0])
+    assert seen.dtype == torch.uint8 and seen.shape == (3, size, size)
+    shorter = size * 8 // 7
+    new = [shorter * height // min(height, width), shorter * width // min(height, width)]
+    wanted = resized(image, *new)
+    top, left = (round((side - size) / 2) for side in new)
+    wanted = wanted[:, top : top + size, left : left + size]
+    assert (seen.double() - wanted).abs().max() <= 1, "but for roundings"
+    assert (seen.double() - wanted).abs().mean() < 0.3
+
+
+def test_evaluation_depends_on_nothing_but_the_file(tmp_path):
+    samples = write(tmp_path, *(noise(100, 90 + i, i) for i in range(3)))
+    datasets = [task.ImageFiles(samples, 64, training=False, seed=seed) for seed in (0, 1)]
+    first, labels = datasets[0].__getitems__([0, 1, 2])
+    assert labels.tolist() == [0, 1, 2] and labels.dtype == torch.int64
+    datasets[1].set_epoch(5)
+    assert datasets[1].__getitems__([2, 1, 0])[0].flip(0).equal(first)
+    one, label = datasets[0][1]
+    assert one.equal(first[1]) and label == 1
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+def plane(height, width):
+    """Red is the row and green the column, so that a crop shows where it was cut."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([rows, columns, 7 * torch.ones_like(rows)]).to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def crops(tmp_path_factory):
+    """300 crops of one picture of 240 x 200 pixels, as (top, bottom, left, right, mirrored)."""
+    samples = write(tmp_path_factory.mktemp("plane"), plane(240, 200)) * 300
+    dataset = task.ImageFiles(samples, 64, training=True, seed=0)
+    images = torch.cat([dataset.__getitems__(list(range(i, i + 50)))[0] for i in range(0, 300, 50)])
+    assert images.shape == (300, 3, 64, 64) and images.dtype == torch.uint8
+    boxes = []
+    for rows, columns, mark in images.double():
+        assert (mark == 7).all(), "no edge, no padding"
+        assert rows.std(1).max() <= 1 and columns.std(0).max() <= 1, "neither turned nor mixed"
+        top, bottom = rows[0].mean(), rows[-1].mean()
+        left, right = columns[:, 0].mean(), columns[:, -1].mean()
+        assert top < bottom, "not upside down"
+        scale = 64 / 63  # the first and the last pixel stand for their middles
+        boxes.append([top, bottom, min(left, right), max(left, right), left > right])
+        boxes[-1] += [(bottom - top) * scale, abs(right - left) * scale]
+    return torch.tensor(boxes, dtype=torch.float64)
+
+
+def test_training_crops_are_of_any_size_and_shape_within_the_recipe(crops):
+    heights, widths = crops[:, 5], crops[:, 6]
+    areas, ratios = heights * widths / (240 * 200), widths / heights
+    assert 0.07 < areas.min() < 0.12 and 0.85 < areas.max() < 1.03, "8 % to all of the picture"
+    assert 0.4 < areas.mean() < 0.6 and 0.15 < (areas < 0.3).double().mean() < 0.35
+    assert 0.72 < ratios.min() < 0.78 and 1.28 < ratios.max() < 1.38, "3:4 to 4:3"
+
+
+def test_training_crops_are_cut_anywhere(crops):
+    top, bottom, left, right, *_ = crops.T
+    for low, high, side in ((top, bottom, 240), (left, right, 200)):
+        room = side - (high - low)
+        place = (low / room)[room > 40]
+        assert place.min() < 0.1 and place.max() > 0.85 and 0.4 < place.mean() < 0.6
+
+
+def test_half_of_the_crops_are_mirrored(crops):
+    mirrored = crops[:, 4]
+    assert 120 < mirrored.sum() < 180
+    correlation = torch.corrcoef(torch.stack([mirrored, crops[:, 0]]))[0, 1]
+    assert abs(correlation) < 0.2, "wherever they are cut"
+
+
+def test_crop_is_keyed_by_the_sample_the_epoch_and_the_seed(tmp_path):
+    samples = write(tmp_path, noise(90, 110)) * 8
+
+    def cut(indices, epoch=0, seed=0):
+        dataset = task.ImageFiles(samples, 64, training=True, seed=seed)
+        dataset.set_epoch(epoch)
+        torch.manual_seed(len(indices))  # what else was drawn does not matter
+        return dataset.__getitems__(indices)[0]
+
+    images = cut([0, 1, 2, 3, 4, 5, 6, 7])
+    assert len({image.numpy().tobytes() for image in images}) == 8, "one file, eight samples"
+    assert cut([6, 2]).equal(images[[6, 2]]) and cut([2, 2, 2]).equal(images[[2, 2, 2]])
+    assert all(cut([index])[0].equal(images[index]) for index in range(8))
+    everything = [images, cut(list(range(8)), epoch=1), cut(list(range(8)), seed=1)]
+    assert len({image.numpy().tobytes() for several in everything for image in several}) == 24
+
+
+def test_crop_is_made_as_torchvision_makes_it(tmp_path):
+    """Antialiased, from the pixels of the file."""
+    from torchvision.transforms import v2
+
+    image = noise(300, 400)
+    dataset = task.ImageFiles(write(tmp_path, image) * 8, 64, training=True, seed=3)
+    dataset.set_epoch(2)
+    seen, _ = dataset.__getitems__(list(range(8)))
+    recipe = v2.Compose([v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip()])
+    for index in range(8):
+        torch.manual_seed(sampling.splitmix64(3, 2, index))
+        assert seen[index].equal(recipe(image))
+
+
+# ------------------------------------------------------------------------------------- small images
+
+
+@pytest.mark.parametrize(("height", "width"), [(20, 40), (40, 20), (63, 63), (33, 31), (100, 50)])
+def test_small_images_fill_the_frame(height, width, tmp_path):
+    image = noise(height, width)
+    dataset = task.ImageFiles(write(tmp_path, image), 32, training=False, seed=0)
+    (seen,), _ = dataset.__getitems__([0])
+    wanted = resized(image, 32, 32)  # all of the image, whatever its shape
+    assert seen.shape == (3, 32, 32) and (seen.double() - wanted).abs().max() <= 1
+
+
+def test_image_of_the_right_size_is_not_touched(tmp_path):
+    image = noise(63, 63)
+    samples = write(tmp_path, image)
+    assert task.ImageFiles(samples, 63, training=False, seed=0)[0][0].equal(image)
+    (large,), _ = task.ImageFiles(samples, 64, training=False, seed=0).__getitems__([0])
+    assert not large[:, :63, :63].equal(image), "from 64 pixels on it is resized and cropped"
+
+
+@pytest.mark.parametrize(("size", "shift"), [(32, 4), (39, 4), (40, 5), (63, 7), (8, 1)])
+def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(size, shift, tmp_path):
+    image = noise(size, size).clamp(min=1)
+    samples = write(tmp_path, image) * 200
+    images, _ = task.ImageFiles(samples, size, training=True, seed=0).__getitems__(list(range(200)))
+    padded = F.pad(image, (shift,) * 4)
+    windows = {}
+    for y in range(2 * shift + 1):
+        for x in range(2 * shift + 1):
+            window = padded[:, y : y + size, x : x + size]
+            windows[window.numpy().tobytes()] = y, x, False
+            windows[window.flip(-1).contiguous().numpy().tobytes()] = y, x, True
+    found = torch.tensor([windows[shown.numpy().tobytes()] for shown in images])
+    for axis in (0, 1):
+        assert (found[:, axis].min(), found[:, axis].max()) == (0, 2 * shift), "to both sides"
+        assert abs(found[:, axis].double().mean() - shift) < 0.15 * (2 * shift + 1)
+    assert 70 < found[:, 2].sum() < 130
+    assert len({tuple(row[:2]) for row in found.tolist()}) > min(40, (2 * shift + 1) ** 2 - 1)
+
+
+def test_draws_decide_the_window_and_the_mirroring():
+    """Equal parts of 0 to 1 for each of the windows, and half of it for each direction."""
+    image = noise(6, 7)[None]
+    windows, padded = task.windows_of(image, 2), F.pad(image, (2,) * 4)[0]
+    below = 1 - 2.0**-53
+    for row, y in ((0.0, 0), (0.1999999, 0), (0.2000001, 1), (0.5, 2), (0.7999999, 3), (below, 4)):
+        for column, x in ((0.0, 0), (0.3999999, 1), (0.4000001, 2), (below, 4)):
+            for mirror, turned in ((0.0, True), (0.4999999, True), (0.5, False), (below, False)):
+                draws = np.array([[row, column, mirror]])
+                window = padded[:, y : y + 6, x : x + 7]
+                (seen,) = task.shift_and_flip(windows, np.array([0]), draws, flip=False)
+                assert seen.equal(window)
+                (seen,) = task.shift_and_flip(windows, np.array([0]), draws, flip=True)
+                assert seen.equal(window.flip(-1) if turned else window)
+
+
+def test_small_image_files_are_keyed_by_the_sample(tmp_path):
+    samples = write(tmp_path, noise(30, 50)) * 30
+
+    def shown(indices, epoch=0, seed=0):
+        dataset = task.ImageFiles(samples, 24, training=True, seed=seed)
+        dataset.set_epoch(epoch)
+        return dataset.__getitems__(indices)[0]
+
+    images = shown(list(range(30)))
+    assert shown([17, 3]).equal(images[[17, 3]])
+    assert not shown(list(range(30)), epoch=1).equal(images)
+    assert not shown(list(range(30)), seed=1).equal(images)
+
+
+# --------------------------------------------------------------------------- whole batches of files
+
+
+def image_tree(folder, side):
+    """Two classes of 20 images each, PNG, which loses nothing; the held-out ones are the same."""
+    from torchvision.io import write_png
+
+    images = torch.randint(
+        0, 256, (40, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    for part in ("train", "val"):
+        for i, image in enumerate(images):
+            path = folder / part / "ab"[i // 20] / f"{i:02}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_png(image, str(path))
+    return images, make_args("single", "--dataset", "imagefolder", "--data-dir", str(folder))
+
+
+def loaded(args, dataset, workers, world_size=1):
+    """Return [40, ...]: each sample of epoch 3, by its index, as so many workers of so many ranks load it."""
+    images, args.workers = {}, workers
+    for rank in range(world_size):
+        sampler = make_sampler(40, 8, rank, world_size)
+        sampler.set_position(3, 0)
+        loader = loader_of(args, dataset, sampler, torch.device("cpu"))
+        for (_, indices), (batch, _) in zip(list(sampler), loader):
+            images |= dict(zip(indices, batch))
+    return torch.stack([images[index] for index in range(40)])
+
+
+@pytest.mark.parametrize(
+    ("size", "side"), [(16, 16), (16, 20), (64, 80)], ids=["as it is", "resized", "photographs"]
+)
+def test_image_file_is_augmented_alike_whoever_loads_it(size, side, tmp_path):
+    images, args = image_tree(tmp_path, side)
+    args.image_size = size
+    train_set, val_set = task.build_datasets(args)
+    alone = loaded(args, train_set, 0)
+    assert alone.shape == (40, 3, size, size) and alone.dtype == torch.uint8
+    for workers, world_size in ((2, 1), (0, 3), (1, 3)):
+        assert loaded(args, train_set, workers, world_size).equal(alone)
+    assert (
+        not any(image.equal(other) for image, other in zip(loaded(args, val_set, 0), alone))
+        or size == 16
+    )
+    train_set.set_epoch(4)
+    assert not train_set.__getitems__(list(range(40)))[0].equal(alone), (
+        "another epoch, another augmentation"
+    )
+    assert len({image.numpy().tobytes() for image in loaded(args, val_set, 0)}) == 40, (
+        "and none in evaluation, whatever the epoch"
+    )
+    held_out, targets = val_set.__getitems__([39, 0])
+    assert targets.tolist() == [1, 0]
+    if size == side:
+        assert held_out.equal(images[[39, 0]])
+        windows = task.windows_of(images, 2)
+        for index in range(40):
+            crops = torch.from_numpy(windows[index].reshape(3, 25, 16, 16).copy()).transpose(0, 1)
+            assert any(
+                alone[index].equal(crop) or alone[index].equal(crop.flip(-1)) for crop in crops
+            )
+
+
+def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
+    from PIL import Image
+
+    image = Image.fromarray(torch.randint(0, 256, (9, 7, 3), dtype=torch.uint8).numpy())
+    image.save(tmp_path / "image.bmp")
+    assert task.read_images([str(tmp_path / "image.bmp")])[0].equal(
+        torch.tensor(np.asarray(image)).permute(2, 0, 1)
+    )
+    Image.new("I;16", (4, 4), 0x7F80).save(tmp_path / "deep.png")
+    deep = task.read_images([str(tmp_path / "deep.png")])[0]
+    assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4) and (deep == 0x7F).all(), (
+        "the upper byte"
+    )
+    film = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
+    film[0].save(tmp_path / "film.gif", save_all=True, append_images=film[1:])
+    assert task.read_images([str(tmp_path / "film.gif")])[0].shape == (3, 4, 4), "its first image"
+
+
+def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypatch):
+    """A call of torchvision's decoder costs a quarter of decoding a small image; a broken one must not change its neighbours."""
+    import torchvision
+    from torchvision.io import write_jpeg
+
+    paths = [str(tmp_path / f"{i:02}.jpg") for i in range(40)]
+    for path in paths:
+        write_jpeg(torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8), path)
+    sizes, decode_jpeg = [], torchvision.io.decode_jpeg
+
+    def counted(files, mode):
+        sizes.append(len(files))
+        return decode_jpeg(files, mode)
+
+    dataset = task.ImageFiles(list(zip(paths, range(40))), 16, training=False, seed=0)
+    alone = [task.read_images([path])[0] for path in paths]
+    assert len({image.numpy().tobytes() for image in alone}) == 40
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", counted)
+    images, targets = dataset.__getitems__([*range(39, -1, -1)])
+    assert images.equal(torch.stack(alone[::-1])) and targets.tolist() == [*range(39, -1, -1)]
+    assert sizes == [16, 16, 8]
+    sizes.clear()
+    task.ImageFiles(list(zip(paths, range(40))), 64, training=False, seed=0).__getitems__([3, 2, 1])
+    assert sizes == [1, 1, 1], "photographs would fill the memory"
+
+    content = Path(paths[3]).read_bytes()
+    Path(paths[3]).write_bytes(content[: len(content) // 2])
+    with pytest.raises(OSError, match=r"03\.jpg: "):
+        dataset.__getitems__([2, 3])
+    torchvision.io.write_png(alone[7], paths[5])
+    images, _ = dataset.__getitems__([4, 5, 6])
+    assert images.equal(torch.stack([alone[4], alone[7], alone[6]])), "of two kinds"
+
+
+def test_damaged_png_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    image_tree(tmp_path, 64)
+    content = (tmp_path / "train" / "a" / "00.png").read_bytes()
+    for i in range(8):
+        broken = bytearray(content)
+        broken[len(broken) * (i + 1) // 10] ^= 0xFF
+        (tmp_path / "broken.png").write_bytes(broken)
+        with pytest.raises(OSError, match=r"broken\.png"):
+            task.read_images([str(tmp_path / "broken.png")])
+
+
+def test_broken_image_is_named_or_replaced_in_a_whole_batch_too(tmp_path, capfd):
+    images, args = image_tree(tmp_path, 16)
+    args.image_size = 16
+    (tmp_path / "val" / "a" / "03.png").write_bytes(b"no picture")
+    (tmp_path / "val" / "b" / "39.png").write_bytes(
+        (tmp_path / "val" / "b" / "39.png").read_bytes()[:300]
+    )
+    _, val_set = task.build_datasets(args)
+    with pytest.raises(
+        RuntimeError,
+        match=r"sample 3 cannot be read: .*val/a/03\.png: .*; --skip-corrupt takes the next one",
+    ):
+        keyed(val_set, args).__getitems__((0, [2, 3]))
+    args.skip_corrupt = True
+    seen, targets = keyed(val_set, args).__getitems__((0, [3, 39, 7]))
+    assert seen.equal(images[[4, 0, 7]]) and targets.tolist() == [0, 0, 0]
+    assert capfd.readouterr().err.count("the next one takes its place") == 2
+
+
+def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
+    _, args = image_tree(tmp_path, 16)
+    workers = {}
+    for name, dataset in (
+        ("files", task.build_datasets(args)[0]),
+        ("memory", task.build_datasets(make_args())[0]),
+    ):
+        workers[name] = loader_of(
+            make_args(), dataset, make_sampler(40, 8), torch.device("cpu")
+        ).num_workers
+    assert workers == {"files": min(8, torch.get_num_threads()), "memory": 0}

@@ -1,0 +1,387 @@
+"""The command line: help, defaults, the range of each number, and the check before a run."""
+
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import TASKS, check, deviation, make_args, train
+from patches import BASE, in_process
+
+import common
+import machinery.check
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.tasks
+import task
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
+def test_booleans_can_be_turned_off_and_help_is_readable(mode):
+    parser = machinery.options.build_parser(mode)
+    text = parser.format_help()
+    for name, value in vars(machinery.options.parse_args(mode, [])).items():
+        if isinstance(value, bool):
+            option = name.replace("_", "-")
+            assert getattr(parser.parse_args([f"--{option}"]), name) is True
+            assert getattr(parser.parse_args([f"--{option}", f"--no-{option}"]), name) is False
+    visible = [action for action in parser._actions if action.help != "==SUPPRESS=="]
+    assert all(action.help for action in visible) and len(visible) > 40
+    assert all(entry.count("(default: ") <= 1 for entry in text.split("\n  --")), "said once"
+    assert "default: None" not in text and "default: []" not in text
+    assert all(
+        group in text
+        for group in (
+            "data:",
+            "model:",
+            "optimization:",
+            "speed and precision:",
+            "distribution:",
+            "run:",
+        )
+    )
+
+
+def test_options_have_the_same_names_and_defaults_in_all_modes():
+    nodes = {"nnodes", "node_rank"}
+    own = {
+        "dp": {"replicas"},
+        "ddp": nodes | {"master_addr", "master_port"},
+        "spawn": nodes | {"nproc", "dist_url"},
+    }
+    plain = vars(machinery.options.parse_args("single", []))
+    for mode in ("dp", "ddp", "spawn"):
+        args = vars(machinery.options.parse_args(mode, []))
+        assert {
+            name: value for name, value in args.items() if name not in own.get(mode, ())
+        } == plain
+        assert args.keys() - plain.keys() == own.get(mode, set())
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])
+def test_local_rank_is_accepted_in_both_spellings(spelling):
+    assert machinery.options.parse_args("ddp", [spelling]).local_rank == 3
+
+
+DEFAULTS = {
+    "dataset": "digits",
+    "data_dir": None,
+    "download": False,
+    "skip_corrupt": False,
+    "balanced": False,
+    "image_size": None,
+    "workers": None,
+    "model": "digitnet",
+    "weights": None,
+    "freeze": [],
+    "epochs": 30,
+    "batch_size": 64,
+    "accum_steps": 1,
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "momentum": 0.9,
+    "nesterov": False,
+    "weight_decay": 1e-3,
+    "schedule": "cosine",
+    "warmup_epochs": 2.0,
+    "step_epochs": [],
+    "step_gamma": 0.1,
+    "scale_lr": "none",
+    "clip_grad_norm": None,
+    "label_smoothing": 0.1,
+    "average": "none",
+    "amp": "off",
+    "compile": False,
+    "channels_last": False,
+    "dtype": "float32",
+    "sync_bn": False,
+    "grad_compress": "none",
+    "find_unused_parameters": False,
+    "timeout": 600,
+    "seed": 0,
+    "output_dir": None,
+    "resume": None,
+    "save_every": None,
+    "keep_every": None,
+    "eval_only": False,
+    "log_every": 50,
+    "tensorboard": False,
+    "device": "auto",
+    "deterministic": False,
+}
+
+
+def test_defaults():
+    found = vars(make_args())
+    assert {name: found[name] for name in DEFAULTS} == DEFAULTS
+    assert found.keys() - DEFAULTS.keys() <= {
+        "task",
+        "local_rank",
+        "eval_batch_size",
+    }  # the last depends on others
+
+
+RANGES = {  # the first and the last that are accepted; what is just outside
+    "image-size": (["8", "100000"], ["7"]),
+    "workers": (["0"], ["-1"]),
+    "epochs": (["2"], ["0"]),
+    "batch-size": (["1"], ["0"]),
+    "accum-steps": (["1", "64"], ["0"]),
+    "lr": (["0", "1e9"], ["-1e-9"]),
+    "momentum": (["0", "1"], ["-1e-9", "1.0000001"]),
+    "weight-decay": (["0"], ["-1e-9"]),
+    "step-gamma": (["0", "1"], ["-1e-9", "1.0000001"]),
+    "warmup-epochs": (["0", "30"], ["-1e-9", "30.01"]),
+    "clip-grad-norm": (["1e-12"], ["0", "1e-13"]),
+    "label-smoothing": (["0", "1"], ["-1e-9", "1.0000001"]),
+    "timeout": (["1", "1000000000"], ["0.99", "1000000001"]),
+    "seed": (["0", str(2**63 - 1)], ["-1", str(2**63)]),
+    "save-every": (["1"], ["0"]),
+    "keep-every": (["1"], ["0"]),
+    "log-every": (["1"], ["0"]),
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges(name):
+    inside, outside = RANGES[name]
+    for text in inside:
+        value = vars(make_args("single", f"--{name}={text}"))[name.replace("-", "_")]
+        assert value == float(text) if abs(value) < 2**53 else value == int(text)
+    for text in outside:
+        with pytest.raises(common.UsageError, match=f"--{name} ?.*{text}"):
+            make_args("single", f"--{name}={text}")
+
+
+def test_folder_of_a_run_without_a_name(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    args = make_args("single", "--model", "resnet9")
+    folder = machinery.files.output_directory(args)
+    assert folder.parent == Path("runs")
+    assert re.fullmatch(rf"digits-resnet9-\d{{8}}-\d{{6}}-{os.getpid()}", folder.name)
+    for run_id, unique in (("none", str(os.getpid())), ("job-7", "job-7")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        assert machinery.files.output_directory(args).name.endswith(f"-{unique}")
+    args.output_dir = "here"
+    assert machinery.files.output_directory(args) == Path("here")
+
+
+# ----------------------------------------------------------------------- what may differ, and where
+
+
+CHANGED = {  # another value of every option
+    "dataset": "mnist",
+    "data_dir": "/elsewhere",
+    "download": True,
+    "skip_corrupt": True,
+    "balanced": True,
+    "image_size": 32,
+    "workers": 1,
+    "model": "resnet9",
+    "weights": "file.pt",
+    "freeze": ["conv*"],
+    "epochs": 31,
+    "batch_size": 65,
+    "accum_steps": 2,
+    "optimizer": "adamw",
+    "lr": 0.2,
+    "momentum": 0.8,
+    "nesterov": True,
+    "weight_decay": 2e-3,
+    "schedule": "step",
+    "warmup_epochs": 1.0,
+    "step_epochs": [3],
+    "step_gamma": 0.2,
+    "scale_lr": "linear",
+    "clip_grad_norm": 1.0,
+    "label_smoothing": 0.2,
+    "average": "ema",
+    "amp": "bf16",
+    "compile": True,
+    "channels_last": True,
+    "dtype": "float64",
+    "sync_bn": True,
+    "grad_compress": "bf16",
+    "find_unused_parameters": True,
+    "timeout": 60,
+    "seed": 1,
+    "output_dir": "/elsewhere",
+    "resume": "auto",
+    "save_every": 5,
+    "keep_every": 5,
+    "eval_only": True,
+    "log_every": 5,
+    "tensorboard": True,
+    "device": "cpu",
+    "deterministic": True,
+}
+THE_SAME_RUN = {"data_dir", "download", "skip_corrupt", "workers", "weights", "epochs", "compile"}
+THE_SAME_RUN |= {"channels_last", "find_unused_parameters", "timeout", "output_dir", "resume"}
+THE_SAME_RUN |= {"save_every", "keep_every", "eval_only", "log_every", "tensorboard", "device"}
+THE_SAME_RUN |= {"deterministic"}
+ANOTHER_EVALUATION = {"dataset", "image_size", "model", "dtype", "average"}
+ANOTHER_EVALUATION |= {"optimizer", "freeze", "label_smoothing"}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_what_may_change_at_resume(name):
+    """An evaluation forbids less: --optimizer and --freeze too, because the state must fit."""
+    assert CHANGED.keys() == DEFAULTS.keys() and CHANGED[name] != DEFAULTS[name]
+    path = Path("run/last.pt")
+
+    def refused(**changes):
+        args = make_args()
+        config = {**vars(args), name: CHANGED[name]}
+        vars(args).update(changes)
+        try:
+            machinery.files.check_config(args, config, path)
+        except common.UsageError as error:
+            option = name.replace("_", "-")
+            told = f"--{option} {DEFAULTS[name]}: {path} was made with {CHANGED[name]}; use that"
+            assert str(error).startswith(told)
+            return True
+        return False
+
+    assert refused() == (name not in THE_SAME_RUN)
+    if name != "eval_only":
+        assert refused(eval_only=True) == (name in ANOTHER_EVALUATION)
+    args, config = make_args(), vars(make_args())
+    del config[name]
+    machinery.files.check_config(args, config, path)  # of a version that did not have the option
+
+
+OF_A_NODE = {"data_dir", "download", "output_dir", "resume", "weights", "workers", "device"}
+
+
+def test_what_may_differ_between_nodes():
+    modes = ("single", "dp", "ddp", "spawn")
+    known = set().union(*(vars(make_args(mode, "--device", "cpu")) for mode in modes))
+    several = {"task", "local_rank", "node_rank", "master_addr", "master_port", "dist_url"}
+    found = machinery.options.keys(machinery.options.PER_NODE)
+    assert OF_A_NODE | several == found and known >= found
+
+
+# --------------------------------------------------------------------------- the check before a run
+
+
+@pytest.mark.parametrize(
+    ("dataset", "folder"), [("digits", []), ("cifar10", ["--data-dir", "data"])]
+)
+def test_image_size_without_effect_is_refused(dataset, folder):
+    with pytest.raises(
+        common.UsageError, match=f"--image-size 224 has no effect on --dataset {dataset}"
+    ):
+        task.build_datasets(
+            make_args("single", "--image-size", "224", "--dataset", dataset, *folder)
+        )
+    assert task.build_datasets(make_args("single", "--image-size", "16", "--dataset", "synthetic"))[
+        0
+    ][0][0].shape == (3, 16, 16)
+
+
+def test_power_sgd_with_a_changing_scale_is_refused():
+    with pytest.raises(common.UsageError, match="which --amp fp16 changes"):
+        make_args("spawn", "--grad-compress", "powersgd", "--amp", "fp16")
+    for fine in (["--amp", "bf16"], []):
+        assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
+
+
+def print_traces():
+    def traces():
+        threads = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("Threads")
+        )
+        states = (
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state().tolist(),
+        )
+        return threads, torch.get_num_threads(), states
+
+    torch.set_num_threads(2)
+    torch.manual_seed(3)
+    before = traces()
+    check("single", 1, "--model", "resnet9")
+    check("single", 1, "--task", str(TASKS / "faulty.py"))  # whose samples are loaded one by one
+    deadline = time.monotonic() + 10  # a thread that was joined may leave the system a little later
+    while before != (after := traces()) and time.monotonic() < deadline:
+        pass
+    print(before == after)
+
+
+def test_check_starts_no_thread_and_draws_no_random_number():
+    assert in_process(print_traces) == "True\n"
+
+
+STATEFUL = """import numpy as np, torch
+from small import build_model, per_sample_loss, per_sample_metrics
+from torch.utils.data import TensorDataset
+
+rng = np.random.default_rng(0)
+
+def build_datasets(args):
+    labels = torch.arange(60) % 10
+    return tuple(TensorDataset(torch.from_numpy(rng.integers(0, 255, (60, 1, 8, 8), dtype=np.uint8)), labels) for _ in range(2))
+"""
+
+
+def no_launcher_has_checked(rank):
+    del os.environ["LAUNCH_PID"]
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2)])
+def test_check_leaves_no_trace_in_the_state_of_the_task(mode, n, tmp_path):
+    """Else those that were checked by a launcher, or by another rank, would train on other data."""
+    (tmp_path / "stateful.py").write_text(STATEFUL)
+    argv = (*BASE, "--task", tmp_path / "stateful.py", "--epochs", "1", "--batch-size", "20")
+    reference = train(
+        "single", 1, *argv, folder=tmp_path / "other"
+    )  # as launched: checked elsewhere
+    result = train(mode, n, *argv, folder=tmp_path, patch=no_launcher_has_checked)
+    assert result.code == reference.code == 0, result.err + reference.err
+    assert deviation(result.gradients[0][0], reference.gradients[0][0]) < 1e-12
+
+
+REGISTERS = """import logging, torch
+from task import build_datasets, build_model, per_sample_loss, per_sample_metrics
+torch.library.define("only_once::double", "(Tensor x) -> Tensor")
+logging.basicConfig(level="INFO")
+logging.info("the task is here")
+"""
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_task_may_register_and_log(mode, tmp_path):
+    """What it registers with torch it can register only once in a process; and the check must not take its output away."""
+    (tmp_path / "registers.py").write_text(REGISTERS)
+    argv = ("--task", tmp_path / "registers.py", "--epochs", "1", "--batch-size", "700")
+    result = train(
+        mode, 1, *argv, folder=tmp_path, patch=no_launcher_has_checked if mode != "ddp" else None
+    )
+    assert result.code == 0, result.err
+    assert "the task is here" in result.err
+
+
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+def test_script_alone_checks_too(mode, tmp_path):
+    """Not only `run.sh`: a task whose loss cannot be right is one line, not a traceback in the first step."""
+    (tmp_path / "mean.py").write_text(
+        "from task import build_datasets, build_model, per_sample_metrics\ndef per_sample_loss(outputs, targets): return outputs.mean()"
+    )
+    result = train(
+        mode, 1, "--task", tmp_path / "mean.py", folder=tmp_path, patch=no_launcher_has_checked
+    )
+    assert (
+        result.code == 2
+        and "per_sample_loss must be one number per sample, shape [2] for 2 samples, got shape []"
+        in result.err
+    )
+    assert len(result.err.splitlines()) == 1

@@ -1,0 +1,551 @@
+"""A resumed run is the run that it resumes, bitwise; another run is refused; what the folder of a run holds by then."""
+
+import copy
+import functools
+import multiprocessing
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from harness import (
+    TASKS,
+    compare,
+    factor_of,
+    guard_of,
+    loader_of,
+    make_args,
+    make_sampler,
+    single_run,
+    train,
+    undisturbed,
+    walk,
+)
+from patches import BASE, call_in_task, stop_after, without_speed, wrap_in_task
+from runs import CPU, make_run
+from short_runs import EVERYTHING, SMALL, SWA
+from torch import nn
+
+import common
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.rendezvous
+import machinery.run
+import machinery.tasks
+
+
+def stop_at(step):
+    """A patch that sends this process's rank 0 a real SIGTERM after a step; see `train`."""
+    return Stopper(step)
+
+
+class Stopper:
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, rank):
+        end_step, at = machinery.run.Run.end_step, self.step
+
+        def end_step_and_signal(run, grad_norm):
+            if rank == 0 and run.state.global_step + 1 == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            end_step(run, grad_norm)
+
+        machinery.run.Run.end_step = end_step_and_signal
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 9])
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 3)])
+def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, step, tmp_path):
+    argv = (
+        *SMALL,
+        "--task",
+        TASKS / "everything.py",
+        "--average",
+        "ema",
+    )  # dropout and BatchNorm too
+    straight = undisturbed(mode, n, *argv)
+    stopped = train(mode, n, *argv, folder=tmp_path / "resumed", patch=stop_at(step))
+    assert stopped.code == 143, stopped.err
+    assert step <= stopped.checkpoint()["global_step"] <= step + 2, (
+        "the boundary that all ranks agree on comes at most a step later"
+    )
+    resumed = train(mode, n, *argv, "--resume", "auto", folder=tmp_path / "resumed")
+    assert resumed.code == 0, resumed.err
+    for part in ("model", "optimizer", "average"):
+        pairs = list(zip(walk(straight.checkpoint()[part]), walk(resumed.checkpoint()[part])))
+        assert len(pairs) > 8
+        assert all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else isinstance(a, dict) or a == b
+            for a, b in pairs
+        )
+    assert without_speed(resumed.lines) == without_speed(straight.lines), (
+        "each line once, and the same"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "n"), [("single", 1), ("dp", 3), ("ddp", 1), ("ddp", 4), ("spawn", 3)]
+)
+def test_checkpoint_of_one_mode_and_world_size_resumes_in_any_other(mode, n, tmp_path):
+    argv = (*SMALL, "--dtype", "float64")
+    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=stop_at(9))
+    assert stopped.code == 143
+    resumed = train(mode, n, *argv, "--resume", "auto", folder=tmp_path, steps=0)
+    deviations = compare(resumed, single_run(*argv))
+    assert max(deviations.values()) <= 1e-10, deviations
+
+
+def test_resume_on_three_ranks_is_bitwise(tmp_path):
+    """With three ranks or more the last bit of a sum depends on where in DDP's bucket a gradient stands."""
+    argv = (
+        "--task",
+        TASKS / "everything.py",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "30",
+        "--timeout",
+        "30",
+    )
+    straight = train("ddp", 3, *argv, folder=tmp_path / "straight")
+    stopped = train("ddp", 3, *argv, folder=tmp_path, patch=functools.partial(stop_after, 2))
+    assert stopped.code == 143
+    resumed = train("ddp", 3, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert all(
+        tensor.equal(straight.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
+
+
+def test_scaler_goes_on_where_it_was_saved():
+    first, second = (guard_of(make_args(), CPU, torch.nn.Linear(1, 1)) for _ in range(2))
+    first.skipped.fill_(3)
+    first.in_a_row.fill_(2)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert (second.skipped, second.in_a_row) == (3, 2)
+
+
+def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
+    argv = (*BASE, "--dtype", "float32", "--amp", "fp16", "--epochs", "2")
+    straight = single_run(*argv)
+    stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 5))
+    assert stopped.code == 143
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.checkpoint()["scaler"] == straight.checkpoint()["scaler"]
+    assert resumed.checkpoint()["scaler"]["_growth_tracker"] > 0
+    assert all(
+        tensor.equal(straight.checkpoint()["model"][name])
+        for name, tensor in resumed.checkpoint()["model"].items()
+    )
+
+
+def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
+    """What a launcher starts again goes on without --resume, in the directory of the first attempt."""
+    result = train("single", 1, *BASE, "--epochs", "1", folder=tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    find = machinery.files.find_checkpoint
+    path, found = find(
+        make_args("ddp", *BASE, "--epochs", "1", "--output-dir", str(result.folder)), 203
+    )
+    assert found["global_step"] == 6 and path == result.folder / "last.pt"
+    assert find(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "empty")), 203) == (
+        None,
+        None,
+    )
+    shutil.copytree(
+        result.folder, tmp_path / "best alone", ignore=shutil.ignore_patterns("last.pt")
+    )
+    with pytest.raises(
+        common.UsageError, match=r"no last\.pt in .*best alone, but best\.pt"
+    ):  # which a new run would overwrite
+        find(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "best alone")), 203)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    shutil.copytree(result.folder, machinery.files.output_directory(make_args("ddp", *BASE)))
+    path, found = find(make_args("ddp", *BASE), 203)
+    assert found["global_step"] == 6 and path.parts[-3:] == (
+        "runs",
+        "digits-digitnet-one",
+        "last.pt",
+    )
+
+
+def leave_at_once():
+    os._exit(9)
+
+
+def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
+    straight = train("single", 1, *EVERYTHING, folder=tmp_path / "straight")
+    patch = functools.partial(
+        call_in_task, "per_sample_metrics", 11, leave_at_once
+    )  # eight batches each
+    assert train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch).code == 9
+    resumed = train("single", 1, *EVERYTHING, "--resume", "auto", folder=tmp_path)
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+    assert "resumed at epoch 2, step 6" in resumed.out
+
+
+class Noted:
+    """Samples that note in a file that they were loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        with open(self.path, "a") as file:
+            file.write(f"{index}\n")
+        return torch.tensor(index), torch.tensor(0)
+
+
+def test_workers_load_nothing_that_a_resumed_run_skips(tmp_path):
+    sampler = make_sampler(40, 4)
+    loader = loader_of(
+        make_args("single", "--workers", "1"),
+        Noted(tmp_path / "loaded"),
+        sampler,
+        torch.device("cpu"),
+    )
+    sampler.set_position(0, 7)
+    for _ in range(2):
+        batches = [index for inputs, _ in loader for index in inputs.tolist()]
+        assert len(batches) == 12 and len(set(batches)) == 12
+    assert [int(line) for line in (tmp_path / "loaded").read_text().split()] == 2 * batches
+    loader._iterator._shutdown_workers()
+
+
+def test_interrupted_swa_goes_on_bitwise(tmp_path):
+    argv = (*SWA[:-1], "8")  # averaged after epochs 7 and 8
+    straight = single_run(*argv)
+    assert (
+        train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 45)).code
+        == 143
+    )
+    last = tmp_path / "run" / "last.pt"
+    looked = train("single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "looked")
+    assert looked.eval_lines()[0]["loss"] == straight.eval_lines()[6]["loss"], (
+        "within an epoch the average has the statistics that it was last evaluated with"
+    )
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    for name, value in straight.checkpoint()["average"].items():
+        assert torch.equal(
+            torch.as_tensor(resumed.checkpoint()["average"][name]), torch.as_tensor(value)
+        ), name
+    assert without_speed(resumed.lines) == without_speed(straight.lines)
+
+
+# ---------------------------------------------------------------------- the same run or another one
+
+
+REFUSED = [
+    "--seed 1",
+    "--batch-size 29",
+    "--lr 0.2",
+    "--schedule constant",
+    "--optimizer adamw",
+    "--average ema",
+    "--dataset synthetic",
+]
+REFUSED += [
+    "--label-smoothing 0",
+    "--accum-steps 2",
+    "--clip-grad-norm 1",
+    "--weight-decay 0",
+    "--dtype float64",
+    "--task TASKS/everything.py",
+    "--balanced",
+]
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_changed_option_that_would_change_the_run_is_refused_by_name(change, finished, tmp_path):
+    option, *value = change.replace("TASKS", str(TASKS)).split()
+    result = train(
+        "single",
+        1,
+        *SMALL,
+        option,
+        *value,
+        "--resume",
+        finished.folder / "last.pt",
+        folder=tmp_path,
+    )
+    assert result.code == 2
+    assert (
+        f"error: {option} " in result.err
+        and "was made with" in result.err
+        and result.err.count("\n") == 1
+    )
+
+
+ACCEPTED = [
+    "--workers 1",
+    "--log-every 3",
+    "--epochs 6",
+    "--save-every 2",
+    "--keep-every 1",
+    "--timeout 60",
+    "--channels-last",
+]
+
+
+@pytest.mark.parametrize("change", ACCEPTED)
+def test_harmless_change_is_accepted(change, finished, tmp_path):
+    result = train(
+        "single",
+        1,
+        *SMALL,
+        *change.split(),
+        "--resume",
+        finished.folder / "last.pt",
+        folder=tmp_path,
+    )
+    assert result.code == 0, result.err
+    assert (
+        result.checkpoint()["global_step"] == (36 if "epochs 6" in change else 24)
+        if (tmp_path / "run" / "last.pt").exists()
+        else True
+    )
+
+
+def test_more_epochs_follow_the_longer_schedule_from_the_first_step(finished, tmp_path):
+    longer = train(
+        "single",
+        1,
+        *SMALL,
+        "--epochs",
+        "6",
+        "--log-every",
+        "1",
+        "--resume",
+        finished.folder / "last.pt",
+        folder=tmp_path,
+    )
+    args = machinery.options.parse_args("single", [*SMALL, "--epochs", "6"])
+    expected = [0.1 * factor_of(args, step, 6) for step in range(24, 36)]
+    assert [line["lr"] for line in longer.train_lines()] == pytest.approx(expected, rel=1e-12)
+
+
+def test_checkpoint_lacks_nothing(tmp_path, handlers):
+    """A file without one of its parts, or with another kind of it, is refused by name."""
+    run = make_run(tmp_path)
+    run.save("last.pt")
+    whole = torch.load(run.files.directory / "last.pt", weights_only=True)
+    names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
+    names += ["epoch", "step", "global_step", "samples"]
+    assert set(names) | {"format", "best"} == whole.keys()
+    path = tmp_path / "changed.pt"
+    for name in names:
+        broken = {key: value for key, value in whole.items() if key != name}
+        for changes in ({}, {name: "text"}, {name: None}, {name: -1}):
+            torch.save({**broken, **changes}, path)
+            with pytest.raises(
+                common.UsageError,
+                match=f"not a checkpoint of this program: {name} missing",
+            ):
+                common.load_checkpoint(path)
+    torch.save({**whole, "best": "text"}, path)
+    with pytest.raises(common.UsageError, match="best missing or wrong"):
+        common.load_checkpoint(path)
+    for best in (None, 0.5):
+        torch.save({**whole, "best": best}, path)
+        assert common.load_checkpoint(path)["best"] == best
+
+
+def change_task(name, change, rank):
+    """Let `change(what the task's function returned)` take its place. Bind all but the rank."""
+    wrap_in_task(name, lambda original, args: change(original(args), args))
+
+
+def fewer_samples(datasets, args):
+    datasets[0].targets = datasets[0].targets[:-1]
+    return datasets
+
+
+def another_model(model, args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "build_datasets",
+            fewer_samples,
+            "the training set had 1437 samples, and has 1436 now; that would be another run",
+        ),
+        ("build_model", another_model, "does not fit the model or the optimizer"),
+    ],
+)
+def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, message, tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    assert train("single", 1, *argv, folder=tmp_path).code == 0
+    for mode, n in (("single", 1), ("ddp", 2)):
+        resumed = train(
+            mode,
+            n,
+            *argv,
+            "--resume",
+            "auto",
+            folder=tmp_path,
+            patch=functools.partial(change_task, name, change),
+        )
+        assert resumed.code == 2 and message in resumed.err and "Traceback" not in resumed.err
+        assert len(resumed.err.splitlines()) == 1, "rank 0 speaks for all"
+
+
+def put_a_module_into_args(model, args):
+    args.made_by_the_task = multiprocessing
+    return model
+
+
+def test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint(tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    result = train(
+        "ddp",
+        2,
+        *argv,
+        folder=tmp_path,
+        patch=functools.partial(change_task, "build_model", put_a_module_into_args),
+    )
+    assert result.code == 0, result.err
+    assert "made_by_the_task" not in common.load_checkpoint(result.folder / "last.pt")["config"]
+
+
+def test_task_may_move_to_another_folder(tmp_path):
+    moved = shutil.copy(TASKS / "small.py", tmp_path / "small.py")
+    argv = ("--batch-size", "30", "--output-dir", tmp_path / "run")
+    first = train(
+        "single", 1, *argv, "--task", TASKS / "small.py", "--epochs", "1", folder=tmp_path
+    )
+    result = train(
+        "single", 1, *argv, "--task", moved, "--epochs", "2", "--resume", "auto", folder=tmp_path
+    )
+    assert first.code == result.code == 0, result.err
+    assert result.checkpoint()["epoch"] == 2
+
+
+def test_checkpoint_of_another_format_is_refused(tmp_path):
+    torch.save({"format": common.FORMAT + 1}, tmp_path / "later.pt")
+    with pytest.raises(
+        common.UsageError, match=f"not a checkpoint of this program .format {common.FORMAT}"
+    ):
+        common.load_checkpoint(tmp_path / "later.pt")
+
+
+# ------------------------------------------------------------------------------ the folder of a run
+
+
+def test_going_back_to_an_older_checkpoint_is_going_back(tmp_path):
+    """Killed before its first save, the run must not go on from the later last.pt of before, up to which the log is gone."""
+    straight = train("single", 1, *EVERYTHING, "--keep-every", "1", folder=tmp_path)
+    kept = tmp_path / "run" / "epoch-0001.pt"
+    patch = functools.partial(call_in_task, "per_sample_loss", 2, functools.partial(os._exit, 9))
+    before = without_speed(straight.lines)
+    assert (
+        train(
+            "single",
+            1,
+            *EVERYTHING,
+            "--keep-every",
+            "1",
+            "--resume",
+            kept,
+            folder=tmp_path,
+            patch=patch,
+        ).code
+        == 9
+    )
+    resumed = train(
+        "single", 1, *EVERYTHING, "--keep-every", "1", "--resume", "auto", folder=tmp_path
+    )
+    assert "resumed at epoch 2, step 0" in resumed.out and without_speed(resumed.lines) == before
+
+
+def test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best.pt").touch()
+    result = train("single", 1, *BASE, "--resume", "auto", folder=tmp_path)
+    assert (
+        result.code == 2
+        and f"no last.pt in {tmp_path / 'run'}, but best.pt; name that file" in result.err
+    )
+
+
+def let_another_run_end(theirs, ours, rank):
+    """Another run in the folder ends just before this one takes the lock."""
+    flock = machinery.files.fcntl.flock
+
+    def locked(*arguments):
+        shutil.copytree(theirs, ours, dirs_exist_ok=True)
+        flock(*arguments)
+
+    machinery.files.fcntl.flock = locked
+
+
+def test_run_that_ended_while_this_one_was_starting_is_not_overwritten(tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    train("single", 1, *argv, folder=tmp_path / "theirs")
+    patch = functools.partial(let_another_run_end, tmp_path / "theirs" / "run", tmp_path / "run")
+    result = train("single", 1, *argv, "--resume", "auto", folder=tmp_path, patch=patch)
+    assert result.code == 0 and "resumed after all 1 epochs" in result.out, result.out + result.err
+
+
+def test_finished_run_says_how_it_would_go_on(tmp_path):
+    argv = ["--batch-size", "500", "--epochs", "1"]
+    train("single", 1, *argv, folder=tmp_path)
+    again = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert again.code == 0 and "resumed after all 1 epochs; more would go on" in again.out
+
+
+def test_resume_from_elsewhere_does_not_overwrite_another_run(tmp_path):
+    first, second = (
+        train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / name)
+        for name in ("first", "second")
+    )
+    before = second.lines
+    refused = train(
+        "single",
+        1,
+        *BASE,
+        "--epochs",
+        "2",
+        "--resume",
+        first.folder / "last.pt",
+        folder=tmp_path / "second",
+    )
+    assert refused.code == 2 and "already holds a run" in refused.err and refused.lines == before
+
+
+class start_another_run_in:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, rank):
+        save = machinery.run.Run.save
+
+        def save_and_start_another(run, *names):
+            machinery.run.Run.save = save
+            import train_single
+
+            argv = [*SMALL, "--output-dir", str(self.folder / "run")]
+            child = os.fork()
+            if not child:
+                os._exit(machinery.processes.run_main(lambda: train_single.main(argv)))
+            print("second run:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            save(run, *names)
+
+        machinery.run.Run.save = save_and_start_another
+
+
+def test_second_run_in_one_folder_is_refused(tmp_path):
+    result = train("single", 1, *SMALL, folder=tmp_path, patch=start_another_run_in(tmp_path))
+    assert result.code == 0, result.err
+    assert "second run: 2" in result.out and "another run is writing there" in result.err

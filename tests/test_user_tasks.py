@@ -1,0 +1,262 @@
+"""Tasks and programs of users: what is unusual but right gives the right result, what cannot be right is refused by name."""
+
+import functools
+import itertools
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ROOT, TASKS, check, in_group, make_args, run_processes
+from short_runs import ODD
+
+import common
+import machinery.check
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.run
+import machinery.stand_ins
+import machinery.tasks
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("lazy", "build_model: lazy.weight, lazy.bias has no shape yet"),
+        ("complex", "build_model: turn is complex"),
+        ("complex_buffer", "build_model: turn is complex"),
+        (
+            "last_lacks",
+            "per_sample_metrics must return the same names for every batch; only some batches have extra",
+        ),
+    ],
+    ids=["lazy", "complex", "complex_buffer", "last_lacks"],
+)
+def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
+    with pytest.raises(common.UsageError, match=re.escape(message)):
+        check("single", 1, *ODD, "--model", model)
+
+
+def check_names_of_ranks():
+    meter = common.Meter(torch.device("cpu"))
+    names = {0: ["a"], 1: ["a", "b"], 2: []}[dist.get_rank()]
+    if names:
+        meter.add(**dict.fromkeys(names, torch.ones(2)))
+    try:
+        meter.mean()
+        assert dist.get_rank() != 1
+    except ValueError as error:
+        print(error)
+        dist.all_reduce(torch.zeros(2, dtype=torch.float64))  # what the others wait for
+
+
+def test_names_that_one_rank_alone_has_are_an_error_and_an_empty_rank_is_none():
+    out = in_group(3, check_names_of_ranks)
+    assert [("only some batches have b" in text) for text in out] == [False, True, False]
+
+
+@pytest.mark.parametrize("loss", [torch.tensor(1.0), torch.ones(4, 1), torch.ones(1)])
+def test_a_loss_that_is_not_one_number_a_sample_is_refused(loss):
+    """A mean in its place would be summed as if it were one sample."""
+    with pytest.raises(ValueError, match=r"must be \[n\], one number per sample"):
+        common.Meter(torch.device("cpu")).add(top1=torch.ones(4), loss=loss)
+
+
+@pytest.mark.parametrize("name", ["loss", "count", "event", "epoch", "global_step", 5])
+def test_names_that_the_log_uses_itself_are_no_metrics(name):
+    args = make_args()
+    task = machinery.tasks.load_task(args)
+    net = task.build_model(args).eval()
+    dataset = task.build_datasets(args)[1]
+    machinery.check.Samples(args, task, net, "cpu").check(dataset, [0, 1], "evaluation")
+    task = task._replace(per_sample_metrics=lambda o, t: {"top1": t * 1.0, name: t * 1.0})
+    with pytest.raises(common.UsageError, match=f"the log does not use itself, got {name!r}"):
+        machinery.check.Samples(args, task, net, "cpu").check(dataset, [0, 1], "evaluation")
+
+
+def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(TASKS)])
+    (tmp_path / "task.py").write_text("from small import *\n")
+    (tmp_path / "small.py").write_text((TASKS / "small.py").read_text())
+    monkeypatch.delitem(sys.modules, "small", raising=False)
+    machinery.tasks.load_task(make_args("single", "--task", str(tmp_path / "task.py")))
+    assert sys.modules["small"].__file__ == str(tmp_path / "small.py")
+    assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
+    monkeypatch.delitem(sys.modules, "small")
+
+
+# ------------------------------------------------------------------------ called by another program
+
+
+def surroundings():
+    handlers = [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ]
+    return {
+        "handlers": handlers,
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "environment": dict(os.environ),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "precision": torch.get_float32_matmul_precision(),
+        "warnings": list(warnings.filters),
+    }
+
+
+def seed_generators(seed):
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def draw():
+    """Numbers of the three generators, in an order that also shows what each keeps for the next draw."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.randn(),
+        torch.rand(()).item(),
+        torch.randn(3).tolist(),
+    ]
+
+
+def call_main_again_and_again(folder):
+    import train_single
+    import train_spawn
+
+    torch.set_num_threads(3)
+    os.environ["RANK"] = "7"
+    os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ["SLURM_CPUS_ON_NODE"] = "1"  # so a run takes another number of threads than 3
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("medium")
+    argv = [*ODD, "--model", "conv", "--epochs", "1", "--deterministic"]
+    ends, seen, seeds = [], [], itertools.count()
+    original = machinery.run.Run.end_epoch
+
+    def end_epoch(run, metrics):
+        torch.set_float32_matmul_precision("highest")  # as on an accelerator
+        seen.append(surroundings())
+        original(run, metrics)
+
+    machinery.run.Run.end_epoch = end_epoch
+
+    def call(main, name, *more):
+        """Call `main` between two draws; all is as it would be without the call."""
+        seed_generators(seed := next(seeds))
+        wanted = draw(), draw()
+        seed_generators(seed)
+        assert draw() == wanted[0]
+        before = surroundings()
+        try:
+            ends.append(main([*argv, *more, "--output-dir", f"{folder}/{name}"]))
+        except common.UsageError:
+            ends.append(2)
+        after = surroundings()
+        assert after == before, {
+            part: (after[part], before[part]) for part in before if after[part] != before[part]
+        }
+        assert draw() == wanted[1], f"the generators do not go on after {name}"
+
+    def call_all(name):
+        call(train_single.main, f"single{name}")
+        call(train_spawn.main, f"spawn{name}", "--nproc", "2")
+        call(train_single.main, f"wrong{name}", "--batch-size", "0")
+
+    call_all("1")
+    thread = threading.Thread(target=call_all, args=("2",))
+    thread.start()
+    thread.join()
+    assert ends == [0, 0, 2] * 2, ends
+    assert (
+        len(
+            {
+                (folder / f"{mode}{i}" / "metrics.jsonl").read_text().count("\n")
+                for mode in ("single", "spawn")
+                for i in "12"
+            }
+        )
+        == 1
+    )
+    during, now = seen[0], surroundings()  # if they were alike, this would prove nothing
+    assert not [part for part in now if part != "mask" and during[part] == now[part]]
+
+
+@pytest.mark.long
+def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_path):
+    ((code, _, err),) = run_processes(
+        [functools.partial(call_main_again_and_again, tmp_path)], tmp_path
+    )
+    assert code == 0, err
+
+
+def call_main_after_a_stop(folder):
+    """A notebook keeps the last exception, and with it all that its frames hold."""
+    import train_single
+
+    argv = [*ODD, "--model", "conv", "--output-dir", f"{folder}/run"]
+    from patches import after_step
+
+    after_step(3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        train_single.main(argv)
+    except machinery.processes.Stopped as stop:
+        kept = stop
+    assert kept.code == 130
+    assert train_single.main([*argv, "--resume", "auto"]) == 0
+
+
+def test_main_can_go_on_where_a_stop_ended_it(tmp_path):
+    ((code, _, err),) = run_processes(
+        [functools.partial(call_main_after_a_stop, tmp_path)], tmp_path
+    )
+    assert code == 0, err
+
+
+def call_every_main(folder):
+    """A bad command line is enough: what parsing has changed must be as before."""
+    import importlib
+
+    for mode in ("single", "dp", "ddp", "spawn"):
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
+        script = importlib.import_module(f"train_{mode}")
+        before = dict(os.environ)
+        script.check_run = lambda args: os.environ.update(MADE_BY_THE_RUN="1")
+        script.set_up_device = script.workers_meet_at = lambda *_: (
+            print(os.environ["MADE_BY_THE_RUN"]) or 1 / 0
+        )
+        try:
+            script.main([])
+        except ZeroDivisionError:
+            assert dict(os.environ) == before, mode
+        else:
+            raise AssertionError(mode)
+
+
+def test_every_main_leaves_no_trace(tmp_path):
+    ((code, out, err),) = run_processes([functools.partial(call_every_main, tmp_path)], tmp_path)
+    assert code == 0 and out.split() == ["1"] * 4, err
+
+
+def test_importing_a_script_changes_no_signal_handler():
+    import subprocess
+    import sys
+
+    code = "import signal, train_spawn, train_ddp, train_single, train_dp; "
+    code += "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler; assert signal.getsignal(15) == signal.SIG_DFL"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -1,0 +1,221 @@
+"""The weights that training starts from: seeds, files from elsewhere, frozen parts."""
+
+import os
+import zipfile
+from argparse import Namespace
+
+import pytest
+import torch
+from harness import TASKS, check, deviation, make_args, train
+from runs import CPU
+from short_runs import MODES, ODD
+from torch import nn
+
+import common
+import machinery.check
+import machinery.files
+import machinery.launch
+import machinery.options
+import machinery.processes
+import machinery.run
+import machinery.tasks
+import task
+
+
+def test_seed_decides_the_initial_weights():
+    def weights(seed):
+        args = make_args("single", "--seed", seed)
+        return machinery.tasks.build_net(args, machinery.tasks.load_task(args), CPU).state_dict()
+
+    first, other, again = (weights(seed) for seed in "010")
+    assert deviation(again, first) == 0 and deviation(other, first) > 0.1
+
+
+def state_dict(seed=1):
+    return machinery.tasks.build_net(
+        make_args("single", "--seed", str(seed)), task, torch.device("cpu")
+    ).state_dict()
+
+
+def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named(
+    tmp_path, capsys
+):
+    weights = state_dict()
+    given = {
+        f"module._orig_mod.{name}": value for name, value in weights.items() if name != "conv1.bias"
+    }
+    given |= {
+        "module._orig_mod.head.weight": torch.zeros(1000, 384),
+        "extra.weight": torch.zeros(2),
+    }
+    for name, content in (
+        ("plain", given),
+        ("checkpoint", {"model": given, "epoch": 3}),
+        ("other", {"state_dict": given}),
+    ):
+        torch.save(content, tmp_path / name)
+        net = machinery.tasks.build_net(
+            make_args("single", "--weights", str(tmp_path / name)), task, torch.device("cpu")
+        )
+        for parameter, value in net.state_dict().items():
+            assert value.equal(weights[parameter]) == (
+                parameter not in ("conv1.bias", "head.weight")
+            ), parameter
+        assert capsys.readouterr().out.splitlines() == [
+            f"weights: 6 of the model's 8 tensors are from --weights {tmp_path / name}",
+            "weights: not loaded: conv1.bias [48], not in the file",
+            "weights: not loaded: head.weight [10, 384], [1000, 384] in the file",
+            "weights: not in the model: extra.weight",
+        ]
+
+
+def load_into(net, content, path, *options):
+    torch.save(content, path)
+    args = make_args("single", "--weights", str(path), *options)
+    return machinery.tasks.build_net(
+        args, Namespace(build_model=lambda args: net), torch.device("cpu")
+    ).state_dict()
+
+
+def test_weights_of_a_checkpoint_are_its_average_once_there_is_one(tmp_path):
+    trained, average = {"weight": torch.ones(1, 2)}, {"weight": torch.full((1, 2), 2.0)}
+    for count, wanted in ((3, average), (0, trained)):
+        content = {
+            "model": trained,
+            "average": {**average, "n_averaged": torch.tensor(count)},
+            "epoch": 1,
+        }
+        assert load_into(nn.Linear(2, 1, bias=False), content, tmp_path / "last.pt")[
+            "weight"
+        ].equal(wanted["weight"])
+
+
+def test_prefix_that_is_a_name_of_the_model_stays(tmp_path):
+    net = nn.Module()
+    net.module, net.head = nn.Linear(2, 2), nn.Linear(2, 1)
+    given = {
+        name: torch.full_like(value, i + 1)
+        for i, (name, value) in enumerate(net.state_dict().items())
+    }
+    for prefix in ("", "module."):
+        loaded = load_into(
+            net, {prefix + name: value for name, value in given.items()}, tmp_path / "weights.pt"
+        )
+        assert all(value.equal(given[name]) for name, value in loaded.items())
+
+
+def test_weights_keep_their_precision(tmp_path):
+    weight = torch.tensor([[0.1, 1e300]], dtype=torch.float64)
+    net = nn.Linear(2, 1, bias=False)
+    assert load_into(net, {"weight": weight}, tmp_path / "weights.pt", "--dtype", "float64")[
+        "weight"
+    ].equal(weight)
+    with pytest.raises(common.UsageError, match="weight is not finite"):
+        load_into(nn.Linear(2, 1, bias=False), {"weight": weight}, tmp_path / "weights.pt")
+
+
+def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
+    for name, content, message in (
+        (
+            "foreign",
+            {"layer.weight": torch.zeros(3)},
+            "no tensor fits the model, whose tensors are conv1.weight,",
+        ),
+        ("list", [torch.zeros(3)], "no tensor fits the model"),
+        ("code", {"conv1.weight": os.getcwd}, "damaged, or not a file of weights"),
+    ):
+        torch.save(content, tmp_path / name)
+        with pytest.raises(
+            common.UsageError, match=f"--weights {tmp_path / name}: {message}"
+        ) as refusal:
+            check("single", 1, "--weights", str(tmp_path / name))
+        assert "weights_only" not in str(refusal.value), "torch's advice to let it run its code"
+    torch.save(state_dict(), tmp_path / "stored")
+    with (
+        zipfile.ZipFile(tmp_path / "stored") as stored,
+        zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as small,
+    ):
+        for member in stored.namelist():
+            small.writestr(member, stored.read(member))
+    with open(tmp_path / "small", "ab") as file:
+        file.write(
+            b"PK\5\6"
+        )  # with it, to the zipfile module the file is none, but to torch.load it is
+    assert not zipfile.is_zipfile(tmp_path / "small")
+    for option in ("--weights", "--resume"):
+        with pytest.raises(common.UsageError, match=f"{option} {tmp_path / 'small'}: damaged"):
+            check("single", 1, option, str(tmp_path / "small"))
+    torch.save(state_dict(), tmp_path / "old", _use_new_zipfile_serialization=False)
+    check("single", 1, "--weights", str(tmp_path / "old"))
+    torch.save(
+        {name: value * float("nan") for name, value in state_dict().items()}, tmp_path / "nan"
+    )
+    with pytest.raises(common.UsageError, match=r"conv1.weight, conv1.bias, .* is not finite"):
+        check("single", 1, "--weights", str(tmp_path / "nan"))
+    torch.save(state_dict(), tmp_path / "flipped")
+    content = bytearray((tmp_path / "flipped").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "flipped").write_bytes(content)
+    with pytest.raises(
+        common.UsageError, match="damaged, or not a file of weights: ValueError: checksum of"
+    ):
+        check("single", 1, "--weights", str(tmp_path / "flipped"))
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
+    torch.save(state_dict(), tmp_path / "weights.pt")
+    argv = (
+        "--epochs",
+        "1",
+        "--task",
+        TASKS / "small.py",
+        "--batch-size",
+        "100",
+        "--dtype",
+        "float64",
+        "--lr",
+        "0",
+    )
+    result = train(mode, n, *argv, "--weights", tmp_path / "weights.pt", folder=tmp_path)
+    assert result.code == 0 and result.out.count("weights: 8 of the model's 8 tensors") == 1, (
+        result.out + result.err
+    )
+    assert all(
+        value.equal(state_dict()[name].double())
+        for name, value in result.checkpoint()["model"].items()
+    )
+    resumed = train(mode, n, *argv[2:], "--epochs", "2", "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, "whoever goes on needs the weights no more"
+
+
+def test_weights_with_values_by_design_are_loaded(tmp_path):
+    argv = (*ODD, "--model", "masks", "--epochs", "1")
+    trained = train("single", 1, *argv, folder=tmp_path / "first")
+    again = train(
+        "single", 1, *argv, "--weights", trained.folder / "best.pt", folder=tmp_path / "second"
+    )
+    assert again.code == 0 and "weights: 14 of the model's 14 tensors" in again.out, (
+        again.out + again.err
+    )
+    bad = trained.checkpoint()["model"]
+    bad["unseen"][2] = torch.nan  # 1.0 by design
+    torch.save(bad, tmp_path / "bad.pt")
+    refused = train("single", 1, *argv, "--weights", tmp_path / "bad.pt", folder=tmp_path / "third")
+    assert refused.code == 2 and "unseen is not finite" in refused.err
+
+
+def test_check_is_silent(tmp_path, capfd):
+    """What it finds right is said by the run, once."""
+    torch.save(state_dict(), tmp_path / "weights.pt")
+    check("single", 1, "--weights", str(tmp_path / "weights.pt"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_build_says_how_many_tensors_are_frozen(capsys):
+    args = make_args("single", "--freeze", "conv1.*", "head.bias")
+    machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
+    assert capsys.readouterr().out == "frozen: 3 of 8 parameter tensors\n"
+    args = make_args()
+    machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
+    assert capsys.readouterr().out == ""
