@@ -23,10 +23,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 1  # of a checkpoint; raised when its keys change
-KEYS = dict.fromkeys(("model", "optimizer", "scheduler", "scaler", "average"), dict)
-KEYS |= dict.fromkeys(("log", "config"), dict)
-KEYS |= dict.fromkeys(("epoch", "step", "global_step", "samples"), int)
-KEYS |= {"best": (float, type(None))}
 
 
 class UsageError(ValueError):
@@ -210,20 +206,24 @@ def freeze(net: nn.Module, patterns: list[str]) -> None:
         print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
 
 
-def read_tensors(path: str | Path, old: bool = False) -> Any:
-    """Read a file of torch.save to the CPU; `old` allows the format from before torch 1.6.
+def read_tensors(path: str | Path, option: str) -> Any:
+    """Read a file of torch.save to the CPU; `weights_only` runs no code of the file.
 
-    `weights_only` runs no code of the file. Raises almost anything if the file is damaged.
+    Raises UsageError, which begins with `option`, if the file is damaged or of another kind.
     """
-    with open(path, "rb") as file:
-        zipped = file.read(4) == b"PK\3\4"  # the test of torch.load; zipfile has another one
-    if zipped or not old:
-        with zipfile.ZipFile(path) as file:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in file.infolist()):
-                raise ValueError("compressed; a small file could fill the memory")
-            if damaged := file.testzip():  # torch.load does not check the checksums
-                raise ValueError(f"checksum of {damaged} is wrong")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as file:
+                if damaged := file.testzip():  # torch.load does not check the checksums
+                    raise ValueError(f"checksum of {damaged} is wrong")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the format of old files
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a truncated, damaged or hostile file raises almost anything
+        # torch's later sentences advise to run the code of the file.
+        reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
+        problem = f"damaged, or no file of tensors ({reason}); name another file"
+        raise UsageError(f"{option} {path}: {problem}") from error
 
 
 def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
@@ -537,13 +537,6 @@ def update_bn(model: nn.Module, inputs: Iterable[Any], autocast: torch.autocast)
 # ----------------------------------------------------------------------------------------- meters
 
 
-def different_names(some: Iterable[str], others: Iterable[str]) -> str:
-    """Return the message for metrics that only one of two batches has, or "" if there are none."""
-    only = ", ".join(sorted(set(some) ^ set(others)))
-    problem = "per_sample_metrics must return the same names for every batch"
-    return only and f"{problem}; only some batches have {only}"
-
-
 class Meter:
     """Exact means of per-sample values. The sums stay on the device until `mean` is called."""
 
@@ -558,15 +551,16 @@ class Meter:
 
     def add(self, **values: Tensor) -> None:
         """Add one tensor [n] per name. Raises ValueError if the names or lengths differ."""
-        if self.sums and (problem := different_names(values, self.sums)):
-            raise ValueError(problem)
-        n = len(next(iter(values.values())))
+        if self.sums:
+            self._check_names(values)
+        first = next(iter(values.values()))
         for name, value in values.items():
-            if value.dim() != 1 or len(value) != n:
-                shape = tuple(value.shape)
-                raise ValueError(f"{name} must be [n], one number per sample; got {shape}")
+            if not isinstance(value, Tensor) or value.dim() != 1 or value.shape != first.shape:
+                kind = type(value).__name__
+                found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else kind
+                raise ValueError(f"{name} must be one number per sample, shape [n], got {found}")
             self.sums[name] = self.sums.get(name, 0) + value.detach().sum(dtype=self.dtype)
-        self.count += n
+        self.count += len(first)
 
     def mean(self) -> dict[str, float]:
         """Return the mean of each name over all samples of all ranks, and their `count`."""
@@ -596,10 +590,15 @@ class Meter:
         tensor = {"device": self.device, "dtype": self.dtype}
         self.sums = {name: torch.tensor(value, **tensor) for name, value in share.items()}
 
+    def _check_names(self, names: Iterable[str]) -> None:
+        if only := ", ".join(sorted({*names} ^ {*self.sums})):
+            problem = "per_sample_metrics must return the same names for every batch"
+            raise ValueError(f"{problem}; only some batches have {only}")
+
     def _sums(self) -> tuple[list[str], Tensor]:
         names = broadcast_object(list(self.sums))  # a rank without a sample has seen no name
-        if self.sums and (problem := different_names(self.sums, names)):
-            raise ValueError(problem)
+        if self.sums:
+            self._check_names(names)
         zero = torch.zeros((), device=self.device, dtype=self.dtype)
         values = [self.sums.get(name, zero) for name in names]
         return [*names, "count"], torch.stack([*values, zero + self.count])
@@ -630,19 +629,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU. Raises UsageError if it is damaged, or another kind of file."""
-    try:
-        checkpoint = read_tensors(path)
-    except FileNotFoundError as error:
-        raise UsageError(f"--resume {path}: no such file") from error
-    except Exception as error:  # a truncated, damaged or hostile file raises almost anything
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        problem = f"damaged, or not a checkpoint ({reason}); name another file"
-        raise UsageError(f"--resume {path}: {problem}") from error
-    other = f"--resume {path}: not a checkpoint of this program"
+    checkpoint = read_tensors(path, "--resume")
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-        raise UsageError(f"{other} (format {FORMAT})")
-    wrong = [name for name, kind in KEYS.items() if not isinstance(checkpoint.get(name), kind)]
-    wrong = wrong or [name for name, kind in KEYS.items() if kind is int and checkpoint[name] < 0]
-    if wrong:
-        raise UsageError(f"{other}: {', '.join(wrong)} missing or wrong")
+        raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
     return checkpoint

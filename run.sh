@@ -52,6 +52,8 @@ if ! has_requirements; then
   has_requirements || (flock 9 2>/dev/null || true && set_up) 9<"$here" # one call at a time
 fi
 
+# By itself glibc gives the memory of the gradients back to the system in every step on a CPU, and takes it again
+export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
   equivalence | mutants | faults | fuzz) cd -- "$here" && exec "$python" "tools/$mode.py" "$@" ;;

@@ -1,12 +1,11 @@
 """Which samples a rank gets, in which order, and how they are augmented.
 
-All of it is a pure function of the seed: no mode, world size or interruption matters. This file
-imports one exception from common.py and nothing else of the project, so that you can copy it.
+All of it is a pure function of the seed: no mode, world size or interruption matters. Of the
+project this file imports common.py alone, so that you can copy the two.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -14,16 +13,15 @@ import multiprocessing.util
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from common import UsageError
+from common import UsageError, get_rank, get_world_size
 
 # ----------------------------------------------------------------------------------- random numbers
 
@@ -42,12 +40,17 @@ def splitmix64(*parts: Any) -> Any:
     return bits
 
 
-def keyed_uniform(seed: int, epoch: int, indices: np.ndarray, draws: int) -> np.ndarray:
-    """Return float64 [len(indices), draws] in [0, 1): row i is a function of (seed, epoch, i)."""
+def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
+    """Return float64 [len(indices), draws] in [0, 1): row i is a function of the sample's key."""
     keys = np.asarray(indices).astype(np.uint64)[:, None]
     columns = np.arange(draws, dtype=np.uint64)[None, :]
-    bits = splitmix64(splitmix64(seed, epoch), keys, columns)
+    bits = splitmix64(KeyedDataset.epoch_key, keys, columns)
     return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def sample_key(index: int) -> int:
+    """Return 64 random bits: a function of (seed, epoch, index) for what is being fetched."""
+    return splitmix64(KeyedDataset.epoch_key, index)
 
 
 def seed_generators(bits: int) -> None:
@@ -74,9 +77,7 @@ def seed_evaluation(seed: int, i: int) -> None:
     The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
     same batches at every world size, so a task draws the same numbers in every mode.
     """
-    initialized = dist.is_initialized()
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if initialized else (0, 1)
-    seed_rng(seed, -1, i * world_size + rank)  # no training step has this number
+    seed_rng(seed, -1, i * get_world_size() + get_rank())  # no training step has this number
 
 
 @functools.cache
@@ -190,74 +191,39 @@ class ShardSampler(Sampler):
 # --------------------------------------------------------------------------------- fetching batches
 
 
-def datasets_with_epochs(dataset: Any) -> list[Any]:
-    """Return the data sets with `set_epoch`: `dataset` itself and those that it wraps.
-
-    A wrapper, such as torch's Subset, would hide the method.
-    """
-    found, waiting, seen = [], [dataset], set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if hasattr(one, "set_epoch"):
-            found.append(one)
-        for value in getattr(one, "__dict__", {}).values():
-            waiting += _like_datasets(value)
-    return found
-
-
-def _like_datasets(value: Any) -> list[Any]:
-    """Return what may be a data set in `value`: itself, or members of a short collection."""
-    if isinstance(value, (list, tuple, dict)):
-        inner = value.values() if isinstance(value, dict) else value
-        short = len(value) <= 100  # a longer one holds samples
-        return [found for one in inner for found in _like_datasets(one)] if short else []
-    like = hasattr(value, "__getitem__") and hasattr(value, "__dict__")
-    return [value] if like and not isinstance(value, (Tensor, type)) else []
-
-
 class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name; all randomness is keyed by the sample.
 
-    A data set with `set_epoch` and `__getitems__` returns a ready batch itself. For any other,
-    the generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
-    sample that raises OSError is named; with `skip_corrupt` the next readable one replaces it.
+    The generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
+    class of data sets with `whole_batches = True` returns a ready batch from `__getitems__`. It
+    draws by keyed_uniform and sample_key, and also does so behind a wrapper, such as a Subset.
+
+    A sample that raises OSError is named; with `skip_corrupt` the next readable one replaces it.
     """
+
+    epoch_key = 0  # a hash of (seed, epoch) of the batch that this process is fetching
 
     def __init__(self, dataset: Dataset, seed: int, skip_corrupt: bool = False) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, seed, skip_corrupt
         # Ask the class: an instance may pass unknown names on to the data set that it wraps.
-        whole = hasattr(type(dataset), "__getitems__")
-        self.whole_batches = whole and hasattr(dataset, "set_epoch")
-        self.with_epochs = datasets_with_epochs(dataset)
+        self.whole_batches = getattr(type(dataset), "whole_batches", False)
 
     def __getitems__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
-        for dataset in self.with_epochs:
-            if getattr(dataset, "_epoch_told", None) != epoch:
-                seed_generators(splitmix64(self.seed, epoch))
-                dataset.set_epoch(epoch)
-                with contextlib.suppress(AttributeError):  # of a class with __slots__
-                    dataset._epoch_told = epoch
+        KeyedDataset.epoch_key = splitmix64(self.seed, epoch)
         if not self.whole_batches:
-            read = functools.partial(self._sample, epoch)
-            return default_collate([self._first_readable(read, index)[1] for index in indices])
-        fetch = self.dataset.__getitems__
+            return default_collate([self._first_readable(index)[1] for index in indices])
         try:
-            return fetch(indices)
+            return self.dataset.__getitems__(indices)
         except OSError:
-            return fetch([self._first_readable(lambda i: fetch([i]), i)[0] for i in indices])
+            readable = [self._first_readable(index)[0] for index in indices]
+            return self.dataset.__getitems__(readable)
 
-    def _sample(self, epoch: int, index: int) -> Any:
-        seed_generators(splitmix64(self.seed, epoch, index))
-        return self.dataset[index]
-
-    def _first_readable(self, read: Callable[[int], Any], first: int) -> tuple[int, Any]:
+    def _first_readable(self, first: int) -> tuple[int, Any]:
         for index in (*range(first, len(self.dataset)), *range(first)):
+            seed_generators(sample_key(index))
             try:
-                return index, read(index)
+                return index, self.dataset[index]
             except OSError as error:
                 problem = f"sample {index} cannot be read: {error}"
                 if not self.skip_corrupt:

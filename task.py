@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from common import UsageError, load_weights, print0
-from sampling import keyed_uniform, splitmix64
+from sampling import keyed_uniform, sample_key
 
 # name: (channels, side in pixels, classes, mean, standard deviation) of bytes from 0 to 255
 DATASETS = {
@@ -59,8 +59,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         with np.load(Path(__file__).resolve().with_name("data") / "digits.npz") as file:
             images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 becomes 0..240
             labels = torch.from_numpy(file["labels"]).long()
-        train = ImagesInMemory(images[:1437], labels[:1437], shift=1, seed=args.seed)
-        return train, ImagesInMemory(images[1437:], labels[1437:])
+        held_out = ImagesInMemory(images[1437:], labels[1437:])
+        return ImagesInMemory(images[:1437], labels[:1437], shift=1), held_out
     if args.dataset == "imagefolder":
         return image_folders(args)
     if args.dataset == "synthetic":  # views of one random image, for benchmarks
@@ -90,12 +90,10 @@ def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
             raise UsageError(f"--data-dir {args.data_dir}: {problem}") from error
         images = torch.as_tensor(source.data)
         images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2)
-        options = {}
-        if train:
-            flip = args.dataset != "mnist"
-            options = {"shift": images.shape[-1] // 8, "flip": flip, "seed": args.seed}
+        shift = images.shape[-1] // 8 if train else 0
+        flip = train and args.dataset != "mnist"
         labels = torch.as_tensor(source.targets)
-        sets.append(ImagesInMemory(images.contiguous(), labels, **options))
+        sets.append(ImagesInMemory(images.contiguous(), labels, shift, flip))
     return sets[0], sets[1]
 
 
@@ -129,10 +127,7 @@ def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         problem = "training and evaluation set must have the same classes"
         raise UsageError(f"--data-dir {root}: {problem}; only one of them has {only}")
     size = args.image_size or DATASETS["imagefolder"][1]
-    return (
-        ImageFiles(train.samples, size, training=True, seed=args.seed),
-        ImageFiles(val.samples, size, training=False, seed=args.seed),
-    )
+    return ImageFiles(train.samples, size, True), ImageFiles(val.samples, size, False)
 
 
 def windows_of(images: Tensor, shift: int) -> np.ndarray:
@@ -159,13 +154,10 @@ def shift_and_flip(windows: np.ndarray, index: np.ndarray, draws: np.ndarray, fl
 
 
 class WholeBatches(Dataset):
-    """A data set that returns a batch at once; a sample is a function of (seed, epoch, index)."""
+    """A data set that returns a batch at once, augmented by the keys of its samples."""
 
-    def __init__(self, targets: Tensor, seed: int) -> None:
-        self.targets, self.seed, self.epoch = targets, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+    whole_batches = True
+    targets: Tensor
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -183,14 +175,11 @@ class ImagesInMemory(WholeBatches):
 
     in_memory = True  # loader workers would only copy
 
-    def __init__(
-        self, images: Tensor, labels: Tensor, *, shift: int = 0, flip: bool = False, seed: int = 0
-    ) -> None:
-        super().__init__(labels, seed)
-        self.windows, self.flip = windows_of(images, shift), flip
+    def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
+        self.targets, self.windows, self.flip = labels, windows_of(images, shift), flip
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        draws = keyed_uniform(self.seed, self.epoch, indices, 3)
+        draws = keyed_uniform(indices, 3)
         images = shift_and_flip(self.windows, np.asarray(indices), draws, self.flip)
         return images, self.targets[indices]
 
@@ -202,12 +191,10 @@ class ImageFiles(WholeBatches):
     shifted by up to an eighth, and mirrored.
     """
 
-    def __init__(
-        self, samples: list[tuple[str, int]], size: int, *, training: bool, seed: int
-    ) -> None:
+    def __init__(self, samples: list[tuple[str, int]], size: int, training: bool) -> None:
         from torchvision.transforms import v2
 
-        super().__init__(torch.tensor([label for _, label in samples]), seed)
+        self.targets = torch.tensor([label for _, label in samples])
         # One block of memory: loader workers would copy a list bit by bit.
         self.paths = np.array([os.fsencode(path) for path, _ in samples])
         self.frame, self.training, self.small = (size, size), training, size < 64
@@ -222,38 +209,29 @@ class ImageFiles(WholeBatches):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         # One call for many small images saves a quarter; many photographs would fill the memory.
-        step = 16 if self.small else 1
-        images = []
+        step, images = 16 if self.small else 1, []
         for start in range(0, len(indices), step):
             group = indices[start : start + step]
-            decoded = read_images(self.paths[group].tolist())
-            images += [self._fit(index, image) for index, image in zip(group, decoded)]
+            for index, image in zip(group, read_images(self.paths[group].tolist())):
+                if not self.small or image.shape[1:] != self.frame:
+                    torch.default_generator.manual_seed(sample_key(index))
+                    image = self.transform(image)
+                images.append(image)
         batch = torch.stack(images)
         if self.small and self.training:
-            draws = keyed_uniform(self.seed, self.epoch, indices, 3)
+            draws = keyed_uniform(indices, 3)
             windows = windows_of(batch, self.frame[0] // 8)
             batch = shift_and_flip(windows, np.arange(len(indices)), draws, flip=True)
         return batch, self.targets[indices]
 
-    def _fit(self, index: int, image: Tensor) -> Tensor:
-        if self.small and image.shape[1:] == self.frame:
-            return image
-        torch.default_generator.manual_seed(splitmix64(self.seed, self.epoch, index))
-        return self.transform(image)
-
 
 def read_images(paths: list[bytes]) -> list[Tensor]:
     """Decode image files to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
-    with contextlib.suppress(Exception):  # one is no JPEG, or broken
-        from torchvision.io import decode_jpeg  # twice as fast as PIL
+    from torchvision.io import decode_jpeg  # twice as fast as PIL
 
-        files = []
-        for path in paths:
-            with open(path, "rb", buffering=0) as file:
-                files.append(bytearray(file.read()))
-            if not files[-1].startswith(b"\xff\xd8"):
-                raise ValueError("no JPEG")
-        return decode_jpeg([torch.frombuffer(f, dtype=torch.uint8) for f in files], mode="RGB")
+    with contextlib.suppress(Exception):  # one is no JPEG, or broken
+        files = [torch.from_numpy(np.fromfile(path, np.uint8)) for path in paths]
+        return decode_jpeg(files, mode="RGB")
     if len(paths) > 1:  # one bad file must not change how the others are read
         return [read_images([path])[0] for path in paths]
     from PIL import Image

@@ -12,7 +12,7 @@ from machinery.check import check_run
 from machinery.options import parse_args
 from machinery.processes import leaves_no_trace, run_main, set_up_device
 from machinery.run import Run, State
-from machinery.stand_ins import DataParallel, WithLoss
+from machinery.stand_ins import WithLoss, data_parallel
 from machinery.tasks import Task, build_net, load_task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     run.resume()  # loads the checkpoint of --resume, if it is given
 
     model = WithLoss(net, task.per_sample_loss, device, args.amp)
-    model = DataParallel(model, args.replicas, device)  # copies the model in every step
+    model = data_parallel(model, args.replicas, device)  # copies the model in every step
     if args.compile:
         model.compile()
 

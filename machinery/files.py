@@ -14,11 +14,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
-from machinery.options import EVALUATED, MAY_CHANGE, keys
+from machinery.options import EVALUATED, MAY_CHANGE, keys, refuse
 from machinery.processes import at_end, attempt
 
 # ------------------------------------------------------------------------- finding the checkpoint
@@ -40,31 +39,29 @@ def find_checkpoint(
     `samples` is the length of the training set. Raises UsageError if the file is damaged, or
     belongs to another run.
     """
-    directory, path = output_directory(args), None
-    if args.resume not in (None, "auto"):
-        path = Path(args.resume)
-    if attempt() and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+    directory, again = output_directory(args), attempt() > 0
+    if again and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
         raise UsageError("--output-dir is needed for torchrun to start a run again")
-    if args.resume == "auto" or attempt():
+    path = Path(args.resume) if args.resume not in (None, "auto") else None
+    if args.resume == "auto" or again:
         last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
         if last.exists():
             path = last
-        elif others:  # a new run would overwrite it
+        elif others:  # a new run would replace it
             problem = f"no last.pt in {directory}, but {others[0].name}"
             raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
-    if path:
-        checkpoint = load_checkpoint(path)
-        check_config(args, checkpoint["config"], path)
-        if not args.eval_only:
-            check_average(args, checkpoint, path)
-            before = checkpoint["samples"]
-            if before != samples:
-                problem = f"the training set had {before} samples, and has {samples} now"
-                raise UsageError(f"--resume {path}: {problem}; that would be another run")
-        return path, checkpoint
-    if args.eval_only:
-        raise UsageError(f"--resume auto: there is no checkpoint in {directory} to evaluate")
-    return None, None
+    if not path:
+        refuse(args.eval_only, f"--resume auto: no checkpoint in {directory} to evaluate")
+        return None, None
+    checkpoint = load_checkpoint(path)
+    check_config(args, checkpoint["config"], path)
+    if not args.eval_only:
+        check_average(args, checkpoint, path)
+        before = checkpoint["samples"]
+        if before != samples:
+            problem = f"the training set had {before} samples, and has {samples} now"
+            raise UsageError(f"--resume {path}: {problem}; that would be another run")
+    return path, checkpoint
 
 
 def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
@@ -110,44 +107,42 @@ class RunFiles:
     """
 
     def __init__(self, args: argparse.Namespace, samples: int, net: nn.Module) -> None:
-        self.directory = output_directory(args)
+        self.directory = directory = output_directory(args)
         self.writer = None
         tensors = {n: v for n, v in net.state_dict().items() if isinstance(v, Tensor)}
         infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
         self.by_design = {name: tensors[name].cpu().clone() for name in infinite}
-        last = self.directory / "last.pt"
-        before = last.exists() and last.stat().st_mtime_ns
-        path, checkpoint = find_checkpoint(args, samples)  # before anything is written
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.checkpoint = checkpoint
-        if args.eval_only and any(self.directory.glob("*.pt")):
-            self.log = open(os.devnull, "w")  # noqa: SIM115 (an evaluation must not change the log)
-            return
-        self.log = open(self.directory / "metrics.jsonl", "a+", errors="replace")  # noqa: SIM115
+        directory.mkdir(parents=True, exist_ok=True)
+        alone = args.eval_only and any(directory.glob("*.pt"))  # it must not change a run's log
+        name = os.devnull if alone else directory / "metrics.jsonl"
+        self.log = open(name, "a+", errors="replace")  # noqa: SIM115
         log = weakref.ref(self.log)  # an exception that a notebook keeps would keep it open, locked
         at_end.callback(lambda: log() and log().close())
         try:
-            fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not alone:
+                fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             problem = "another run is writing there; choose another directory"
-            raise UsageError(f"--output-dir {self.directory}: {problem}") from error
-        if before != (last.exists() and last.stat().st_mtime_ns):
-            path, checkpoint = find_checkpoint(args, samples)  # another run has just ended here
-        self.checkpoint = checkpoint
+            raise UsageError(f"--output-dir {directory}: {problem}") from error
+        path, self.checkpoint = find_checkpoint(args, samples)
         if not args.eval_only:
-            # Leave nothing later than the checkpoint: a later start would go on from it.
-            best = checkpoint["best"] if checkpoint else None
-            if best is not None and not self._has_best(path, best):
-                checkpoint["best"] = None  # the next evaluation writes best.pt
-            if checkpoint and path.resolve() != last.resolve():  # last.pt may also be damaged
-                save_checkpoint(checkpoint, last)
-            self.log.truncate(self._bytes_before(checkpoint))
-        if args.tensorboard:
+            self._leave_nothing_later(path)
+        if args.tensorboard and not alone:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = checkpoint["global_step"] + 1 if checkpoint else None
+            purge = self.checkpoint["global_step"] + 1 if self.checkpoint else None
             self.writer = SummaryWriter(self.directory, purge_step=purge)
         print(f"output directory: {self.directory}", flush=True)
+
+    def _leave_nothing_later(self, path: Path | None) -> None:
+        """Make last.pt, best.pt and the log those of the checkpoint: a later start reads them."""
+        last, checkpoint = self.directory / "last.pt", self.checkpoint
+        if checkpoint:
+            if checkpoint["best"] is not None and not self._has_best(path, checkpoint["best"]):
+                checkpoint["best"] = None  # the next evaluation writes best.pt
+            if path.resolve() != last.resolve():  # last.pt may also be damaged
+                save_checkpoint(checkpoint, last)
+        self.log.truncate(self._bytes_before(checkpoint))
 
     def _has_best(self, path: Path, best: float) -> bool:
         """Return whether best.pt has the score `best`; copy it from beside `path` if that one has.
@@ -155,11 +150,11 @@ class RunFiles:
         After an earlier checkpoint was chosen it has not: it is the file of a later epoch.
         """
         for name in (self.directory / "best.pt", path.with_name("best.pt")):
-            with contextlib.suppress(Exception):  # no such file, or damaged: almost anything
-                found = torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+            with contextlib.suppress(UsageError):  # no such file, or damaged
+                found = load_checkpoint(name)
                 if found["best"] == best:
                     if name.parent != self.directory:
-                        save_checkpoint(load_checkpoint(name), self.directory / "best.pt")
+                        save_checkpoint(found, self.directory / "best.pt")
                     return True
         return False
 
@@ -182,10 +177,8 @@ class RunFiles:
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; NaN and Inf become null."""
-        plain = dict(line)
-        for name, value in line.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                plain[name] = None
+        bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+        plain = line | dict.fromkeys(bad)
         self.log.write(json.dumps(plain) + "\n")
         self.log.flush()
         position = {"event", "epoch", "step", "global_step", "count"}

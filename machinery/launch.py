@@ -44,8 +44,7 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
     """Wait for the ranks of this machine, and hand signals on to them.
 
     `processes` are of subprocess or multiprocessing; signals are added to `received`. Returns the
-    exit code of the run, or FAILED if another start may help, and the cause of a failure if no
-    rank has told it.
+    exit code of the run, and the cause of a failure if no rank has told it.
     """
 
     def codes() -> list[int | None]:
@@ -74,21 +73,19 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:
         return purpose[0], ""
-    if set(ended) == {1}:
-        return 1, ""  # they stopped together, and told why
     if killed := [rank for rank, code in enumerate(ended) if code and code < 0]:
         number = signal.Signals(-ended[killed[0]])
         if number in received:
             return 128 + number, f"stopped by {number.name} with nothing to save"
-        return FAILED, f"process {killed[0]} was killed by {number.name}"
+        return 1, f"process {killed[0]} was killed by {number.name}"
     if nnodes > 1 and {LOST, FAILED} & set(failed):
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
-        return FAILED, f"a rank failed here, {hint}"
+        return 1, f"a rank failed here, {hint}"
     if failed and set(failed) == {LOST}:
-        return FAILED, "a rank left before the end"
+        return 1, "a rank left before the end"
     if untold := [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED, LOST)]:
-        return FAILED, f"process {untold[0]} left with exit code {ended[untold[0]]}"
-    return FAILED if failed else 0, ""
+        return 1, f"process {untold[0]} left with exit code {ended[untold[0]]}"
+    return int(bool(failed)), ""
 
 
 # ----------------------------------------------------------------------------------- train_spawn.py
@@ -137,7 +134,7 @@ def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
     """Wait for the processes of mp.spawn and return the exit code of the run."""
     code, cause = wait_for(context.processes, nnodes, [])
     tell(cause)
-    return 1 if code == FAILED else code
+    return code
 
 
 # -------------------------------------------------------------------------------- bash run.sh ddp N
@@ -184,13 +181,13 @@ def main() -> int:
         if args.nnodes == 1:  # meet in a file: nothing listens to the network
             os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
             stay_on_this_machine()
-        for attempt in range(RESTARTS + 1 if args.nnodes == 1 else 1):
+        for attempt in range(RESTARTS + 1):
             code, cause = wait_for(start(argv, devices, args, attempt), args.nnodes, received)
-            if code != FAILED or received or not last.exists():
+            if code != 1 or received or attempt == RESTARTS or args.nnodes > 1 or not last.exists():
                 break  # without a checkpoint the same would happen again
-            os.environ["LAUNCH_FAILURE"] = cause or "a rank failed, as it says above"
+            tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
         tell(cause)
-    return 1 if code == FAILED else code
+    return code
 
 
 if __name__ == "__main__":

@@ -94,26 +94,22 @@ def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], An
     return parse
 
 
-def filled(text: str) -> str:
-    """An argparse type: a text that is not empty, as an unset shell variable would make it."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
-    return text
+def like(pattern: str, wanted: str) -> Callable[[str], str]:
+    """Return an argparse type: a text that matches the pattern."""
 
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"must {wanted}, got {text!r}")
+        return text
 
-class Once(argparse.Action):
-    """Stores a value; refuses a second, different one, as in `run.sh spawn 2 --nproc 3`."""
-
-    def __call__(self, parser: Any, args: Any, value: Any, option: str | None = None) -> None:
-        before = getattr(args, self.dest)
-        if before not in (None, value):
-            given = "given earlier, by N of run.sh or by the option"
-            raise UsageError(f"{option} {value} conflicts with {before}, {given}")
-        setattr(args, self.dest, value)
+    return parse
 
 
 positive, whole = number(int, 1), number(int, 0)
 amount, share = number(float, 0), number(float, 0, 1)
+filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
+host = like(r"[\w.-]+", "be a host name or an IPv4 address")
+url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
 TASK = str(Path(__file__).resolve().parent.parent / "task.py")
 
 # fmt: off
@@ -185,17 +181,17 @@ option("--timeout", number(float, 1, 10**9), "SECONDS", 600, MAY_CHANGE,
 # Old launchers pass it; LOCAL_RANK is read instead.
 option("--local-rank", int, None, None, FREE, argparse.SUPPRESS)
 option("--replicas", positive, "N", None, MAY_CHANGE,
-       "devices (default: all accelerators, or 2 on CPU)", "dp", action=Once)
+       "devices (default: all accelerators, or 2 on CPU)", "dp")
 option("--nproc", positive, "N", None, MAY_CHANGE,
-       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn", action=Once)
+       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
 option("--nnodes", positive, "N", None, MAY_CHANGE, "machines (default: 1)", "ddp", "spawn")
 option("--node-rank", whole, "N", None, FREE,
        "number of this machine, from 0; needed if there are several", "ddp", "spawn")
-option("--master-addr", filled, "HOST", None, FREE,
+option("--master-addr", host, "HOST", None, FREE,
        "address of the machine with --node-rank 0 (run.sh ddp)", "ddp")
 option("--master-port", number(int, 1, 65535), "PORT", 29500, FREE,
        "port where that machine listens (run.sh ddp)", "ddp")
-option("--dist-url", filled, "tcp://HOST:PORT", None, FREE,
+option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
 group("run")
@@ -258,7 +254,10 @@ def parse_args(
         check_nodes(args, mode)
     check_devices(args, mode, devices)
     check_values(args, mode)
-    check_files(args)
+    try:
+        check_files(args)
+    except OSError as error:  # a name too long, a directory that may not be read
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
     return args
 
 
@@ -269,31 +268,18 @@ def refuse(wrong: Any, message: str) -> None:
 
 def check_nodes(args: argparse.Namespace, mode: str) -> None:
     """Check what several machines need to find each other."""
-    given = args.node_rank is not None or getattr(args, "master_addr", None)
+    address = args.dist_url if mode == "spawn" else args.master_addr
+    option = "--dist-url tcp://HOST:PORT" if mode == "spawn" else "--master-addr HOST"
+    given = args.node_rank is not None or (mode == "ddp" and address)
     alone = "--node-rank and --master-addr have no effect without --nnodes, the number of machines"
     refuse(given and args.nnodes is None, alone)
     args.nnodes = args.nnodes or 1
-    several = f"--nnodes {args.nnodes} needs"
-    if args.nnodes > 1:
-        refuse(args.node_rank is None, f"{several} --node-rank, which counts the machines from 0")
-        if mode == "spawn":
-            url = "--dist-url tcp://HOST:PORT, the address of the machine with --node-rank 0"
-            refuse(not args.dist_url, f"{several} {url}")
-        else:
-            address = "--master-addr, the address of the first machine"
-            refuse(not args.master_addr, f"{several} {address}")
+    missing = args.nnodes > 1 and (args.node_rank is None or not address)
+    needed = f"--node-rank, which counts machines from 0, and {option}, where the first one is"
+    refuse(missing, f"--nnodes {args.nnodes} needs {needed}")
     args.node_rank = args.node_rank or 0
     rank = f"--node-rank {args.node_rank}"
     refuse(args.node_rank >= args.nnodes, f"{rank} must be below --nnodes {args.nnodes}")
-    if mode == "spawn" and args.dist_url:
-        address = re.fullmatch(r"tcp://[^:/]+:([0-9]{1,5})", args.dist_url)
-        wanted = "must be tcp://HOST:PORT with a port of 1 to 65535, as tcp://10.0.0.1:29500"
-        right = address and 1 <= int(address[1]) <= 65535
-        refuse(not right, f"--dist-url {args.dist_url}: {wanted}")
-    if mode == "ddp" and args.master_addr:
-        wrong = not re.fullmatch(r"[\w.-]+", args.master_addr)
-        wanted = "must be a host name or an IPv4 address; a port goes to --master-port"
-        refuse(wrong, f"--master-addr {args.master_addr}: {wanted}")
 
 
 def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> None:
@@ -327,60 +313,49 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     """Check options that contradict each other, or have no effect."""
     if args.eval_batch_size is None:
         args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
-    halves = f"--amp {args.amp} computes in half precision and --dtype float64 in double"
+    schedule, steps = args.schedule, args.step_epochs
+    marks = f"--step-epochs {' '.join(map(str, steps))}"
+    warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
+    alone, compress = mode in ("single", "dp"), f"--grad-compress {args.grad_compress}"
+
     both = args.amp != "off" and args.dtype == "float64"
-    refuse(both, f"{halves}; use --amp off or --dtype float32")
-    marks = f"--step-epochs {' '.join(map(str, args.step_epochs))}"
-    drops = "the epochs at which the learning rate drops, as --step-epochs 15 25"
-    missing = args.schedule == "step" and not args.step_epochs
-    refuse(missing, f"--schedule step needs --step-epochs, {drops}")
-    unused = args.step_epochs and args.schedule not in ("step", "cyclic")
-    advice = "use --schedule step or cyclic, or leave it out"
-    refuse(unused, f"{marks} has no effect on --schedule {args.schedule}; {advice}")
-    too_many = args.schedule == "cyclic" and len(args.step_epochs) > 1
+    refuse(both, f"--amp {args.amp} is half precision and --dtype float64 double; leave one out")
+    missing = schedule == "step" and not steps
+    refuse(missing, "--schedule step needs --step-epochs, when the rate drops, as 15 25")
+    unused = steps and schedule not in ("step", "cyclic")
+    refuse(unused, f"{marks} has no effect on --schedule {schedule}; use step or cyclic")
+    too_many = schedule == "cyclic" and len(steps) > 1
     refuse(too_many, f"{marks}: --schedule cyclic takes one number, the length of a cycle")
-    default = next(o.settings["default"] for o in OPTIONS if o.name == "--warmup-epochs")
-    long = args.epochs < args.warmup_epochs != default  # a run of one epoch may cut the default
-    warmup = f"--warmup-epochs {args.warmup_epochs:g} is longer than the run"
-    refuse(long, f"{warmup}, --epochs {args.epochs}: it would never reach --lr")
-    wrong = args.optimizer == "adamw" and args.momentum == 1
-    refuse(wrong, "--momentum 1: as the first beta of adamw it must be below 1, as 0.9")
-    wrong = args.nesterov and (args.optimizer != "sgd" or args.momentum == 0)
-    found = f"got {args.optimizer} and {args.momentum}"
-    refuse(wrong, f"--nesterov needs --optimizer sgd and a momentum above 0, {found}")
-    no_sync = "nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn, or leave it out"
-    refuse(mode == "dp" and args.sync_bn, f"--sync-bn: {no_sync}")
-    powersgd = "--grad-compress powersgd keeps an error in units of the loss scale"
+    # A run of one epoch may cut the default.
+    longer = args.epochs < warmup != usual.settings["default"]
+    refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
+    wrong = args.nesterov and args.optimizer != "sgd"
+    refuse(wrong, f"--nesterov has no effect on --optimizer {args.optimizer}; use sgd")
+    wrong = mode == "dp" and args.sync_bn
+    refuse(wrong, "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn")
     wrong = args.grad_compress == "powersgd" and args.amp == "fp16"
-    refuse(wrong, f"{powersgd}, which --amp fp16 changes; use --amp bf16")
-    alone = mode in ("single", "dp") and args.grad_compress != "none"
-    nothing = "there is nothing to send in one process; use ddp or spawn, or leave it out"
-    refuse(alone, f"--grad-compress {args.grad_compress}: {nothing}")
+    refuse(wrong, f"{compress} cannot follow the loss scale of --amp fp16; use --amp bf16")
+    wrong = alone and args.grad_compress != "none"
+    refuse(wrong, f"{compress} has no effect in one process; use ddp or spawn, or leave it out")
 
 
 def check_files(args: argparse.Namespace) -> None:
     """Check that the named files and directories are there, and hold no other run."""
-    for name in ("data_dir", "task", "weights", "resume", "output_dir"):
-        try:
-            Path(getattr(args, name) or "").exists()
-        except OSError as error:  # a name too long, a directory that may not be read
-            option = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            raise UsageError(f"{option}: {error.strerror}") from error
     if args.dataset not in ("digits", "synthetic"):
         missing = args.data_dir is None
         refuse(missing, f"--dataset {args.dataset} needs --data-dir, the directory of its files")
         missing = not args.download and not Path(args.data_dir).is_dir()
         refuse(missing, f"--data-dir {args.data_dir}: no such directory")
-    elif args.data_dir and args.task == TASK:
-        unused = f"--data-dir {args.data_dir} has no effect on --dataset {args.dataset}"
-        raise UsageError(f"{unused}; add --dataset imagefolder, or leave it out")
+    unused = args.data_dir and args.task == TASK and args.dataset in ("digits", "synthetic")
+    data = f"--data-dir {args.data_dir} has no effect on --dataset {args.dataset}"
+    refuse(unused, f"{data}; add --dataset imagefolder, or leave it out")
+    check_file("--task", args.task)
+    wrong = Path(args.task).suffix != ".py"
+    refuse(wrong, f"--task {args.task}: must be a Python file with a name that ends in .py")
     if args.weights not in (None, "default"):
         check_file("--weights", args.weights)
     if args.resume not in (None, "auto"):
         check_file("--resume", args.resume)
-    check_file("--task", args.task)
-    wrong = Path(args.task).suffix != ".py"
-    refuse(wrong, f"--task {args.task}: must be a Python file with a name that ends in .py")
     missing = args.eval_only and not args.resume
     refuse(missing, "--eval-only needs --resume FILE, the checkpoint to evaluate")
     missing = args.resume == "auto" and not args.output_dir
@@ -395,9 +370,8 @@ def check_files(args: argparse.Namespace) -> None:
     folder = directory.absolute()
     while not os.path.lexists(folder):  # a link to nowhere is in the way too
         folder = folder.parent
-    problem = "read-only" if folder.is_dir() else "not a directory"
     wrong = not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK)
-    refuse(wrong, f"--output-dir {directory}: {folder} is {problem}; choose another one")
+    refuse(wrong, f"--output-dir {directory}: cannot write in {folder}; choose another one")
 
 
 def check_file(option: str, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import os
@@ -41,6 +40,14 @@ RENDEZVOUS_HINT = (
 )
 _ends_with_run = False  # whether this process was started for the run alone
 at_end = contextlib.ExitStack()  # puts back, after a run, what it changed in its process
+SETTINGS = [  # of a process, that a run changes: how to read them and how to put them back
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+]
 
 
 class Stopped(Exception):
@@ -58,24 +65,18 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     def wrapper(*arguments: Any, **options: Any) -> int:
         if _ends_with_run:
             return main(*arguments, **options)
-        environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        python, numpy, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-        strict = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        benchmark = torch.backends.cudnn.benchmark
-        precision = torch.get_float32_matmul_precision()
+        environment, benchmark = dict(os.environ), torch.backends.cudnn.benchmark
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        before = [(put_back, read()) for read, put_back in SETTINGS]
         try:
-            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            with warnings.catch_warnings():
                 return main(*arguments, **options)
         finally:
             at_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             torch.backends.cudnn.benchmark = benchmark
-            torch.set_float32_matmul_precision(precision)
+            for put_back, value in before:
+                put_back(value)
             os.environ.clear()  # last: torch sets variables too
             os.environ.update(environment)
 
@@ -121,23 +122,11 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
         cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)
         torch.set_num_threads(max(1, cores))
     if device_type == "cpu":
-        keep_freed_memory()
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
-
-
-def keep_freed_memory() -> None:
-    """Stop glibc from returning freed memory to the system.
-
-    Otherwise gradient buffers are unmapped and faulted in again at every step.
-    """
-    with contextlib.suppress(AttributeError):  # of another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(-3, 2**25):  # M_MMAP_THRESHOLD, in bytes, the largest that it takes
-            mallopt(-1, 2**30)  # M_TRIM_THRESHOLD, which would harm without the other
 
 
 # ------------------------------------------------------------------------------------- exit codes
@@ -161,9 +150,9 @@ def run_main(main: Callable[[], int]) -> int:
         return code
     except UsageError as error:
         tell(f"error: {error}")
-        if not dist.is_initialized():
-            return 2
-        leave(2)  # the other ranks do not know
+        if dist.is_initialized():
+            leave(2)  # the other ranks do not know
+        return 2
     except Stopped as stop:
         if dist.is_initialized():
             dist.barrier()  # rank 0 has saved, and nobody waits any more

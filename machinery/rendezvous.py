@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
@@ -89,21 +88,14 @@ def check_address(option: str, host: str, port: int, node_rank: int, nnodes: int
     """Raise UsageError if the host is unknown, or if the first node cannot listen there."""
     try:
         found = socket.getaddrinfo(host, None)[0][4][0]
-    except (OSError, UnicodeError) as error:
-        problem = f"{host} is no known host ({error}); try its IP address"
-        raise UsageError(f"{option}: {problem}") from error
+        if node_rank == 0:
+            socket.create_server((host, port)).close()
+    except (OSError, UnicodeError, OverflowError) as error:
+        wanted = "it must lead to the node with --node-rank 0, to a port that is free there"
+        raise UsageError(f"{option}: {error}; {wanted}") from error
     if nnodes > 1 and found.startswith("127.") and host not in (found, "localhost"):
         problem = f"{host} is {found} here, which other nodes cannot reach (see /etc/hosts)"
         raise UsageError(f"{option}: {problem}; give its IP address")
-    if node_rank > 0:
-        return
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        problem = f"cannot listen on port {port} ({error.strerror}); choose another, on all nodes"
-        if error.errno == errno.EADDRNOTAVAIL:
-            problem = f"{host} is not this node, but --node-rank 0 runs where all nodes meet"
-        raise UsageError(f"{option}: {problem}") from error
 
 
 def stay_on_this_machine() -> None:

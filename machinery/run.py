@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import math
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.files import RunFiles
 from machinery.options import OPTIONS, PER_NODE
-from machinery.processes import SIGNALS, Stopped, attempt, handle_signals
+from machinery.processes import SIGNALS, Stopped, handle_signals
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
 tqdm.set_lock(threading.RLock())  # its own one is for several processes, and would be left behind
@@ -142,9 +140,6 @@ class Run:
             later = state.average.n_averaged > common.swa_epochs(epochs, done)
             if self.args.average == "swa" and later and not self.args.eval_only:
                 state.average.n_averaged.zero_()  # with more --epochs it begins later
-            if attempt():
-                cause = os.environ.get("LAUNCH_FAILURE", "a failure that torchrun describes above")
-                print0(f"restart {attempt()}: {cause}", file=sys.stderr)
             where = f"at epoch {state.epoch + 1}, step {state.step}"
             if state.epoch >= epochs:
                 where = f"after all {epochs} epochs; more would go on"
@@ -304,12 +299,12 @@ class Run:
             checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
             self.refused = self.files.write_checkpoint(checkpoint, names)
         if self.stopping:
-            refused = broadcast_object(self.refused)
-            step = f"after saving step {self.state.global_step}"
-            if refused:
-                step = f"at step {self.state.global_step}, which was not saved"
-            code = SIGNALS[self.stopping] or int(bool(refused))
-            raise Stopped(code, f"stopped by {self.stopping.name} {step}")
+            step = self.state.global_step
+            if broadcast_object(self.refused):
+                how = f"stopped by {self.stopping.name} at step {step}, which was not saved"
+                raise Stopped(3, how)
+            code = SIGNALS[self.stopping]
+            raise Stopped(code, f"stopped by {self.stopping.name} after saving step {step}")
 
     def finish(self) -> None:
         """Wait for all ranks, and close the files. Raises Stopped if the last save was refused."""
@@ -319,7 +314,7 @@ class Run:
         if self.files:
             self.files.close()
         if refused:
-            raise Stopped(1, f"the run is done, but its last state was not saved: {refused}")
+            raise Stopped(3, f"the run is done, but its last state was not saved: {refused}")
 
 
 def by_all(message: str) -> Exception:

@@ -33,57 +33,44 @@ class WithLoss(nn.Module):
 
 
 class DataParallel(nn.DataParallel):
-    """`nn.DataParallel` over the accelerators, or over N replicas on the CPU.
+    """`nn.DataParallel` with the random stream of rank r of a DDP run for replica r.
 
-    On the CPU torch itself would run one replica; here the four device steps are replaced by
-    copies of what they do. Each replica has its own random stream, replica r that of rank r of a
-    DDP run: seeded alike, all replicas would drop the same units.
+    Seeded alike, all replicas would drop the same units.
     """
 
-    def __init__(self, module: nn.Module, replicas: int, device: torch.device) -> None:
-        self.on_cpu = device.type == "cpu"
-        if not self.on_cpu:
-            super().__init__(module, range(replicas))
-            return
-        nn.Module.__init__(self)
-        self.module, self.dim, self.device_ids = module, 0, list(range(replicas))
-        self.output_device = self.src_device_obj = device
-
-    def scatter(self, inputs: tuple, kwargs: dict[str, Any], device_ids: list[int]) -> tuple:
-        if not self.on_cpu:
-            return super().scatter(inputs, kwargs, device_ids)
-        counts: list[int] = []
-        tree_map(lambda tensor: counts.append(len(tensor.chunk(len(device_ids)))), inputs)
-        pieces = [
-            tree_map(lambda tensor, r=r: tensor.chunk(len(device_ids))[r], inputs)
-            for r in range(counts[0])
-        ]
-        return tuple(pieces), tuple({} for _ in pieces)
-
-    def replicate(self, module: nn.Module, device_ids: list[int]) -> list:
-        """Share the parameters: gradients add up in them. Replica 0 updates the buffers."""
-        if not self.on_cpu:
-            return super().replicate(module, device_ids)
-        buffers = dict(module.named_buffers())
-        copies = [{name: b.clone() for name, b in buffers.items()} for _ in device_ids[1:]]
-        return [buffers, *copies]
-
     def parallel_apply(self, replicas: list, inputs: tuple, kwargs: tuple) -> list:
-        seed = torch.initial_seed()
-        if not self.on_cpu:
-            accelerator = torch.get_device_module(self.src_device_obj)
-            for r, index in enumerate(self.device_ids):
-                with accelerator.device(index):
-                    accelerator.manual_seed(seed + r)
-            return super().parallel_apply(replicas, inputs, kwargs)
-        outputs = []
-        for r, (buffers, piece) in enumerate(zip(replicas, inputs)):
-            seed_generators(seed + r)
-            outputs.append(functional_call(self.module, buffers, piece))
-        return outputs
+        seed, accelerator = torch.initial_seed(), torch.get_device_module(self.src_device_obj)
+        for r, index in enumerate(self.device_ids):
+            with accelerator.device(index):
+                accelerator.manual_seed(seed + r)
+        return super().parallel_apply(replicas, inputs, kwargs)
 
-    def gather(self, outputs: list, output_device: Any) -> Any:
-        return torch.cat(outputs) if self.on_cpu else super().gather(outputs, output_device)
+
+class DataParallelOnCPU(nn.Module):
+    """What DataParallel does, with N replicas on the CPU, where torch itself would run one."""
+
+    def __init__(self, module: nn.Module, replicas: int) -> None:
+        super().__init__()
+        self.module, self.replicas = module, replicas
+
+    def forward(self, *inputs: Any) -> Tensor:
+        counts: list[int] = []
+        tree_map(lambda tensor: counts.append(len(tensor.chunk(self.replicas))), inputs)
+        # The replicas share the parameters: gradients add up. Replica 0 updates the buffers.
+        buffers = dict(self.module.named_buffers())
+        copies = [{name: b.clone() for name, b in buffers.items()} for _ in range(1, counts[0])]
+        seed, outputs = torch.initial_seed(), []
+        for r, own in enumerate([buffers, *copies]):
+            seed_generators(seed + r)
+            piece = tree_map(lambda tensor, r=r: tensor.chunk(self.replicas)[r], inputs)
+            outputs.append(functional_call(self.module, own, piece))
+        return torch.cat(outputs)
+
+
+def data_parallel(module: nn.Module, replicas: int, device: torch.device) -> nn.Module:
+    if device.type == "cpu":
+        return DataParallelOnCPU(module, replicas)
+    return DataParallel(module, range(replicas))
 
 
 class AllReduceSum(torch.autograd.Function):

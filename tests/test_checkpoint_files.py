@@ -193,7 +193,7 @@ def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(damage, fini
         refused = train("single", 1, *SMALL, "--resume", resume, folder=folder)
         assert (
             refused.code == 2
-            and f"--resume {path}: damaged, or not a checkpoint" in refused.err
+            and f"--resume {path}: damaged, or no file of tensors" in refused.err
             and refused.err.count("\n") == 1
         )
         assert refused.err.endswith("; name another file\n") and not refused.out
@@ -285,7 +285,7 @@ def test_non_finite_average_never_reaches_a_file(part, tmp_path):
 def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mode, n, tmp_path):
     """A buffer with an infinity by design, in which another value becomes NaN."""
     result = train(mode, n, *ODD, "--model", "ruined", folder=tmp_path)
-    assert result.code == 1 and "non-finite values in ruined" in result.err
+    assert result.code == 3 and "non-finite values in ruined" in result.err
     assert "the run is done, but its last state was not saved" in result.err
     assert not list(result.folder.glob("*.pt"))
 
@@ -298,7 +298,7 @@ def test_ranks_of_a_run_that_could_not_be_saved_end_alike(tmp_path):
     argv = [*ODD, "--model", "ruined", "--epochs", "1", "--output-dir", str(tmp_path / "run")]
     meet, record = str(tmp_path / "meet"), tmp_path / "gradients"
     targets = [partial(rank_of_run, "ddp", rank, 2, argv, meet, record, 0, None) for rank in (0, 1)]
-    assert [code for code, _, _ in run_processes(targets, tmp_path)] == [1, 1]
+    assert [code for code, _, _ in run_processes(targets, tmp_path)] == [3, 3]
 
 
 def stop_with_usr1(rank):
@@ -307,9 +307,9 @@ def stop_with_usr1(rank):
     after_step(4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
 
 
-def test_warning_of_slurm_ends_with_1_if_the_run_could_not_be_saved(tmp_path):
+def test_warning_of_slurm_ends_with_3_if_the_run_could_not_be_saved(tmp_path):
     result = train("single", 1, *ODD, "--model", "ruined", folder=tmp_path, patch=stop_with_usr1)
-    assert result.code == 1 and "stopped by SIGUSR1 at step 4, which was not saved" in result.err
+    assert result.code == 3 and "stopped by SIGUSR1 at step 4, which was not saved" in result.err
 
 
 def test_became_non_finite_compares_place_by_place():
@@ -371,7 +371,7 @@ def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
     assert "non-finite values in bias" in capsys.readouterr().err
     with pytest.raises(machinery.processes.Stopped) as stopped:
         run.finish()
-    assert stopped.value.code == 1 and stopped.value.reason.endswith("non-finite values in bias")
+    assert stopped.value.code == 3 and stopped.value.reason.endswith("non-finite values in bias")
     run.state.net.bias.data[1] = 0
     run.save("last.pt")
     run.finish()

@@ -268,12 +268,17 @@ def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
 def test_replicas_take_empty_parts_of_a_sample():
     values = ({"x": torch.arange(7), "nothing": {}}, [(), torch.arange(7) * 2])
 
+    class Keeping(nn.Module):
+        def forward(self, *piece):
+            pieces.append(piece)
+            return torch.ones(1)
+
     def scatter(values, n):
-        pieces, options = machinery.stand_ins.DataParallel(
-            nn.Linear(1, 1), n, torch.device("cpu")
-        ).scatter(values, {}, list(range(n)))
-        assert len(options) == len(pieces) and not any(options)
-        return pieces
+        pieces.clear()
+        assert len(machinery.stand_ins.DataParallelOnCPU(Keeping(), n)(*values)) == len(pieces)
+        return list(pieces)
+
+    pieces = []
 
     cut = scatter(values, 3)
     assert [piece[0]["x"].tolist() for piece in cut] == [[0, 1, 2], [3, 4, 5], [6]]

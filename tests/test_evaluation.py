@@ -332,7 +332,7 @@ def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
     nothing = train(
         "single", 1, *BASE, "--eval-only", "--resume", "auto", folder=tmp_path / "nothing"
     )
-    assert nothing.code == 2 and "there is no checkpoint" in nothing.err
+    assert nothing.code == 2 and "no checkpoint" in nothing.err
 
 
 def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):

@@ -142,18 +142,18 @@ class Spawned(Rank):
         ([2, 2], [], 2, ""),
         ([LOST, 2], [], 2, ""),
         ([3, 3], [], 3, ""),
-        ([1, 1], [], 1, ""),
-        ([FAILED, LOST], [], FAILED, ""),
-        ([LOST, FAILED, None], [], FAILED, ""),
-        ([LOST, -9, None], [], FAILED, "process 1 was killed by SIGKILL"),
+        ([FAILED, FAILED], [], 1, ""),
+        ([FAILED, LOST], [], 1, ""),
+        ([LOST, 1], [], 1, "process 1 left with exit code 1"),
+        ([LOST, FAILED, None], [], 1, ""),
+        ([LOST, -9, None], [], 1, "process 1 was killed by SIGKILL"),
         ([143, -9, 143], [signal.SIGTERM], 143, ""),
         ([-15, -15], [signal.SIGTERM], 143, "stopped by SIGTERM with nothing to save"),
         ([-2, LOST], [signal.SIGINT], 130, "stopped by SIGINT with nothing to save"),
         ([LOST, -10], [signal.SIGUSR1], 138, "stopped by SIGUSR1 with nothing to save"),
-        ([LOST, -15], [], FAILED, "process 1 was killed by SIGTERM"),
-        ([LOST, 7], [], FAILED, "process 1 left with exit code 7"),
-        ([LOST, 1, None], [], FAILED, "process 1 left with exit code 1"),
-        ([LOST, 0], [], FAILED, "a rank left before the end"),
+        ([LOST, -15], [], 1, "process 1 was killed by SIGTERM"),
+        ([LOST, 7], [], 1, "process 1 left with exit code 7"),
+        ([LOST, 0], [], 1, "a rank left before the end"),
     ],
 )
 @pytest.mark.parametrize("kind", [Rank, Spawned])
@@ -214,16 +214,16 @@ ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all n
     ("codes", "nnodes", "expected"),
     [
         ([0, 0], 1, (0, "")),
-        ([LOST, FAILED, LOST], 1, (FAILED, "")),  # who failed has told why; who lost it has not
+        ([LOST, FAILED, LOST], 1, (1, "")),  # who failed has told why; who lost it has not
         ([LOST, 2], 1, (2, "")),
         ([FAILED, 3], 1, (3, "")),
         ([FAILED, 143], 1, (143, "")),
-        ([1, 1], 1, (1, "")),
-        ([LOST, -9], 1, (FAILED, "process 1 was killed by SIGKILL")),
-        ([LOST, 7], 1, (FAILED, "process 1 left with exit code 7")),
-        ([0, LOST], 1, (FAILED, "a rank left before the end")),
-        ([LOST, LOST], 2, (FAILED, ELSEWHERE)),
-        ([LOST, FAILED], 2, (FAILED, ELSEWHERE)),
+        ([FAILED, FAILED], 1, (1, "")),
+        ([LOST, -9], 1, (1, "process 1 was killed by SIGKILL")),
+        ([LOST, 7], 1, (1, "process 1 left with exit code 7")),
+        ([0, LOST], 1, (1, "a rank left before the end")),
+        ([LOST, LOST], 2, (1, ELSEWHERE)),
+        ([LOST, FAILED], 2, (1, ELSEWHERE)),
         ([2, LOST], 2, (2, "")),
     ],
 )
@@ -241,7 +241,7 @@ def test_launcher_starts_nothing_again_that_a_signal_asked_to_stop(tmp_path, mon
     def wait_for(processes, nnodes, received):
         (tmp_path / "last.pt").touch()
         received.append(signal.SIGTERM)
-        return FAILED, "killed"
+        return 1, "killed"
 
     started = []
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -277,25 +277,24 @@ def launches(monkeypatch, tmp_path):
 
 
 def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
-    code, attempts = launches([(FAILED, why) for why in ("lost", "", "first", "last")])
+    code, attempts = launches([(1, why) for why in ("lost", "", "first", "last")])
     assert code == 1 and [each["attempt"] for each in attempts] == [0, 1, 2, 3]
-    causes = [each.get("LAUNCH_FAILURE") for each in attempts]
-    assert causes == [None, "lost", "a rank failed, as it says above", "first"]
     for name in ("LAUNCH_PID", "TORCHELASTIC_RUN_ID", "LAUNCH_RENDEZVOUS_FILE"):
         assert len({each[name] for each in attempts}) == 1, "one run of one launcher"
     assert attempts[0]["LAUNCH_PID"] == str(os.getpid())
     for library in ("GLOO", "NCCL"):
         assert attempts[0][f"{library}_SOCKET_IFNAME"] == "lo", "nobody else can reach it"
-    assert capsys.readouterr().err == "train_ddp.py: last\n"
+    causes = ("lost", "a rank failed, as it says above", "first")
+    told = [f"{cause}; restart {i}" for i, cause in enumerate(causes, 1)]
+    assert capsys.readouterr().err == "".join(f"train_ddp.py: {line}\n" for line in [*told, "last"])
 
 
 @pytest.mark.parametrize(
     ("endings", "options", "saves", "code"),
     [
-        ([(FAILED, "lost"), (0, "")], [], True, 0),
-        ([(FAILED, "lost")], [], False, 1),  # the same would happen again
-        ([(FAILED, "lost")], SEVERAL, True, 1),  # the other machine would have to know
-        ([(1, "")], [], True, 1),  # the ranks ended together, for a reason that stays
+        ([(1, "lost"), (0, "")], [], True, 0),
+        ([(1, "lost")], [], False, 1),  # the same would happen again
+        ([(1, "lost")], SEVERAL, True, 1),  # the other machine would have to know
         ([(2, "")], [], True, 2),
         ([(3, "")], [], True, 3),
         ([(130, "")], [], True, 130),
@@ -305,7 +304,6 @@ def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
         "well",
         "nothing saved",
         "several machines",
-        "together",
         "argument",
         "diverged",
         "INT",

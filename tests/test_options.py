@@ -286,7 +286,7 @@ def test_image_size_without_effect_is_refused(dataset, folder):
 
 
 def test_power_sgd_with_a_changing_scale_is_refused():
-    with pytest.raises(common.UsageError, match="which --amp fp16 changes"):
+    with pytest.raises(common.UsageError, match="cannot follow the loss scale of --amp fp16"):
         make_args("spawn", "--grad-compress", "powersgd", "--amp", "fp16")
     for fine in (["--amp", "bf16"], []):
         assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
@@ -381,7 +381,7 @@ def test_script_alone_checks_too(mode, tmp_path):
     )
     assert (
         result.code == 2
-        and "per_sample_loss must be one number per sample, shape [2] for 2 samples, got shape []"
+        and "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []"
         in result.err
     )
     assert len(result.err.splitlines()) == 1

@@ -156,10 +156,11 @@ def batches_of(dataset, workers):
 class Images(Dataset):
     """The default task's training images; a sample is (image, index)."""
 
+    whole_batches = True
+
     def __init__(self):
         self.images = task.build_datasets(make_args())[0]
         self.images.targets = torch.arange(24)
-        self.set_epoch = self.images.set_epoch
 
     def __len__(self):
         return 24
@@ -312,9 +313,8 @@ def test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch(kind, file
         )
         for i, image in enumerate(images):
             write_jpeg(image, str(tmp_path / f"{i}.jpg"))
-        plain = task.ImageFiles(
-            [(str(tmp_path / f"{i}.jpg"), 0) for i in range(40)], 64, training=True, seed=0
-        )
+        samples = [(str(tmp_path / f"{i}.jpg"), 0) for i in range(40)]
+        plain = task.ImageFiles(samples, 64, training=True)
     else:
         images = torch.randint(
             0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)

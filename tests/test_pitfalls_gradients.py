@@ -388,13 +388,14 @@ def test_pitfall_28_unused_parameters(tmp_path):
 
 
 def print_gathered(rank):
-    gather = machinery.stand_ins.DataParallel.gather
+    cat = torch.cat
 
-    def watched(self, outputs, output_device):
-        print("gathered", json.dumps([list(output.shape) for output in outputs]))
-        return gather(self, outputs, output_device)
+    def watched(outputs, *options, **more):
+        if sys._getframe(1).f_code.co_filename.endswith("stand_ins.py"):
+            print("gathered", json.dumps([list(output.shape) for output in outputs]))
+        return cat(outputs, *options, **more)
 
-    machinery.stand_ins.DataParallel.gather = watched
+    torch.cat = watched
 
 
 def test_pitfall_29_data_parallel_gathers_losses(tmp_path):

@@ -1,7 +1,6 @@
 """The weights that training starts from: seeds, files from elsewhere, frozen parts."""
 
 import os
-import zipfile
 from argparse import Namespace
 
 import pytest
@@ -122,7 +121,7 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
             "no tensor fits the model, whose tensors are conv1.weight,",
         ),
         ("list", [torch.zeros(3)], "no tensor fits the model"),
-        ("code", {"conv1.weight": os.getcwd}, "damaged, or not a file of weights"),
+        ("code", {"conv1.weight": os.getcwd}, "damaged, or no file of tensors"),
     ):
         torch.save(content, tmp_path / name)
         with pytest.raises(
@@ -130,21 +129,6 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
         ) as refusal:
             check("single", 1, "--weights", str(tmp_path / name))
         assert "weights_only" not in str(refusal.value), "torch's advice to let it run its code"
-    torch.save(state_dict(), tmp_path / "stored")
-    with (
-        zipfile.ZipFile(tmp_path / "stored") as stored,
-        zipfile.ZipFile(tmp_path / "small", "w", zipfile.ZIP_DEFLATED) as small,
-    ):
-        for member in stored.namelist():
-            small.writestr(member, stored.read(member))
-    with open(tmp_path / "small", "ab") as file:
-        file.write(
-            b"PK\5\6"
-        )  # with it, to the zipfile module the file is none, but to torch.load it is
-    assert not zipfile.is_zipfile(tmp_path / "small")
-    for option in ("--weights", "--resume"):
-        with pytest.raises(common.UsageError, match=f"{option} {tmp_path / 'small'}: damaged"):
-            check("single", 1, option, str(tmp_path / "small"))
     torch.save(state_dict(), tmp_path / "old", _use_new_zipfile_serialization=False)
     check("single", 1, "--weights", str(tmp_path / "old"))
     torch.save(
@@ -156,9 +140,7 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
     content = bytearray((tmp_path / "flipped").read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "flipped").write_bytes(content)
-    with pytest.raises(
-        common.UsageError, match="damaged, or not a file of weights: ValueError: checksum of"
-    ):
+    with pytest.raises(common.UsageError, match=r"damaged, or no file of tensors \(checksum of"):
         check("single", 1, "--weights", str(tmp_path / "flipped"))
 
 

@@ -41,7 +41,7 @@ from machinery.options import Parser, filled, number, parse_args
 from machinery.processes import FAILED, LOST, Stopped, resolve_device_type, run_main
 from machinery.rendezvous import stay_on_this_machine
 from machinery.run import Run
-from machinery.stand_ins import DataParallel, WithLoss
+from machinery.stand_ins import WithLoss, data_parallel
 from machinery.tasks import load_task
 
 SETTLE = 2  # steps at the start of each window that are not timed
@@ -171,7 +171,7 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
         model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     if mode == "dp":
         model = WithLoss(net, task.per_sample_loss, run.device, args.amp)
-        model = DataParallel(model, args.replicas, run.device)
+        model = data_parallel(model, args.replicas, run.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

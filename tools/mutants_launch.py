@@ -1,6 +1,6 @@
 """Mutants of how ranks start, meet and end, and run.sh."""
 
-from mutants_base import LOST_NODE, REFUSED, SEVERAL, WINS, mutant
+from mutants_base import LOST_NODE, SEVERAL, WINS, mutant
 
 # One fault takes two or three lines here, and not seven.
 # fmt: off
@@ -26,6 +26,11 @@ NUMBER = "test_number_of_devices_is_n_or_the_option_or_the_default"
 mutant("run.sh: dp without N has two replicas", "run.sh", '${devices:+--replicas "$devices"}', '--replicas "${devices:-2}"', NUMBER)
 mutant("run.sh: spawn without N has two processes", "run.sh", '${devices:+--nproc "$devices"}', '--nproc "${devices:-2}"', NUMBER)
 mutant("run.sh: spawn forgets N", "run.sh", '${devices:+--nproc "$devices"}', "", NUMBER)
+KEPT = "test_memory_of_the_gradients_is_kept_from_step_to_step"
+mutant("memory: what is freed goes back to the system", "run.sh", "MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}",
+       "MALLOC_TRIM_THRESHOLD_=131072", KEPT)
+mutant("memory: the large gradients are mapped anew in every step", "run.sh", "MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}",
+       "MALLOC_MMAP_THRESHOLD_=131072", KEPT)
 
 # ---------------------------------------------------------------------------------------------------------------------- machinery/launch.py
 
@@ -38,9 +43,9 @@ mutant("launch: a Python that starts meets Ctrl-C", "machinery/launch",
        "test_ctrl_c_while_ranks_start_is_answered_without_a_traceback[spawn-kill]")
 BLAME = "test_end_of_a_run_is_told_by_the_rank_that_is_to_blame"
 mutant("launch: a signal before training is a failure", "machinery/launch", "if number in received:", "if False:", BLAME)
-mutant("launch: a failed rank is success", "machinery/launch", 'return FAILED if failed else 0, ""', 'return 0, ""', BLAME)
-mutant("launch: ranks that stopped together are started again", "machinery/launch", "if set(ended) == {1}:", "if False:", BLAME)
-mutant("launch: one rank that failed speaks for all", "machinery/launch", "if set(ended) == {1}:", "if 1 in ended:", BLAME)
+mutant("launch: a failed rank is success", "machinery/launch", 'return int(bool(failed)), ""', 'return 0, ""', BLAME)
+mutant("launch: nobody says with which code a rank left", "machinery/launch", "if untold := [rank", "if untold := [] and [rank", BLAME)
+mutant("launch: what a rank has told is told again", "machinery/launch", "if code not in (None, 0, FAILED, LOST)]", "if code not in (None, 0, LOST)]", BLAME)
 mutant("launch: ranks that hang are waited for", "machinery/launch", "            process.kill()\n", "", BLAME)
 mutant("launch: the others have no time after a failure", "machinery/launch",
        "min(deadline, time.monotonic() + GRACE)", "time.monotonic()", BLAME)
@@ -54,8 +59,8 @@ mutant("launch: which signals came is forgotten", "machinery/launch", "        r
        "test_ctrl_c_while_ranks_start_is_answered_without_a_traceback[spawn-kill]")
 mutant("launch: signals stay blocked in the launcher", "machinery/launch", "    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)\n", "",
        "test_pitfall_39_nothing_outlives_the_launcher[SIGINT]")
-mutant("launch: the launcher of spawned ranks has a rank's code", "machinery/launch",
-       "[])\n    tell(cause)\n    return 1 if code == FAILED else code", "[])\n    tell(cause)\n    return code",
+mutant("launch: the launcher of spawned ranks ends well", "machinery/launch",
+       "[])\n    tell(cause)\n    return code", "[])\n    tell(cause)\n    return 0",
        "test_pitfall_06_dead_rank_ends_the_job[raises]")
 mutant("launch: the launcher of spawned ranks does not tell the cause", "machinery/launch",
        "[])\n    tell(cause)\n", "[])\n", "test_pitfall_06_dead_rank_ends_the_job[is killed]")
@@ -65,17 +70,17 @@ mutant("launch: spawned ranks of one machine listen to all", "machinery/launch",
        "            stay_on_this_machine()\n            yield", "            yield",
        "test_ranks_that_wait_before_training_end_with_the_launcher[spawn]")
 RESTARTS = "test_launcher_restarts_three_times_on_one_machine"
-mutant("launch: the launcher has a rank's code", "machinery/launch",
-       "return 1 if code == FAILED else code\n\n\nif __name__", "return code\n\n\nif __name__", RESTARTS)
+mutant("launch: the launcher ends well", "machinery/launch", "return code\n\n\nif __name__", "return 0\n\n\nif __name__", RESTARTS)
 mutant("launch: the launcher does not tell the cause", "machinery/launch",
-       "tell(cause)\n    return 1 if code == FAILED else code\n\n\nif __name__",
-       "pass\n    return 1 if code == FAILED else code\n\n\nif __name__", RESTARTS)
+       "tell(cause)\n    return code\n\n\nif __name__", "pass\n    return code\n\n\nif __name__", RESTARTS)
 mutant("restart: whoever asks for a stop gets another start", "machinery/launch", "or received or", "or",
        "test_launcher_starts_nothing_again_that_a_signal_asked_to_stop")
-mutant("restart: the ranks do not hear the cause", "machinery/launch",
-       '            os.environ["LAUNCH_FAILURE"] = cause or "a rank failed, as it says above"\n', "", RESTARTS)
+RESTART = "tell(f\"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}\")"
+mutant("restart: nobody is told", "machinery/launch", RESTART, "pass", RESTARTS)
 mutant("restart: no word for a cause that a rank has told", "machinery/launch",
-       'cause or "a rank failed, as it says above"', "cause", RESTARTS)
+       "cause or 'a rank failed, as it says above'", "cause", RESTARTS)
+mutant("restart: counted from 0", "machinery/launch", "restart {attempt + 1}", "restart {attempt}", RESTARTS)
+mutant("restart: one more is told than is made", "machinery/launch", "or attempt == RESTARTS or", "or", RESTARTS)
 TOLD_RANKS = "test_what_the_ranks_are_told"
 
 for name, old, new in (
@@ -101,10 +106,10 @@ for name, old, new in (
 mutant("launch: a fixed place to meet", "machinery/launch", 'yield f"file://{directory}/ranks"',
        'yield "tcp://127.0.0.1:29500"', "test_pitfall_15_two_jobs_on_one_machine")
 mutant("launch: a dead rank is success", "machinery/launch",
-       'return FAILED, f"process {untold[0]} left', 'return 0, f"process {untold[0]} left',
+       'return 1, f"process {untold[0]} left', 'return 0, f"process {untold[0]} left',
        BLAME)
 mutant("launch: a killed rank has a code of its own", "machinery/launch",
-       'return FAILED, f"process {killed[0]} was killed',
+       'return 1, f"process {killed[0]} was killed',
        'return 128 + number, f"process {killed[0]} was killed',
        BLAME)
 mutant("launch: signals not handed on", "machinery/launch", "os.kill(process.pid, number)", "pass", "test_pitfall_39_nothing_outlives_the_launcher[SIGINT]")
@@ -115,10 +120,10 @@ mutant("launch: signals go to ranks that have ended", "machinery/launch",
        "            os.kill(process.pid, number)",
        "test_signal_when_all_is_done_changes_nothing")
 AGAIN = "test_when_the_launcher_restarts"
-mutant("launch: a deliberate end is restarted", "machinery/launch", "if code != FAILED or",
+mutant("launch: a deliberate end is restarted", "machinery/launch", "if code != 1 or",
        "if code == 0 or", AGAIN)
 mutant("launch: the code of a rank that was ended for another's sake", "machinery/launch",
-       'return FAILED if failed else 0, ""', 'return max(failed, default=0), ""',
+       'return int(bool(failed)), ""', 'return max(failed, default=0), ""',
        BLAME)
 mutant("launch: nobody says who was killed", "machinery/launch", "if killed := [rank",
        "if killed := [] and [rank", BLAME)
@@ -130,9 +135,9 @@ mutant("launch: ranks of one machine meet at a port", "machinery/launch",
 mutant("launch: signals end the launcher alone", "machinery/launch", "    handle_signals(send)\n",
        "", "test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("restart: an early failure is repeated", "machinery/launch",
-       "or received or not last.exists():", "or received:", AGAIN)
+       "or not last.exists():", ":", AGAIN)
 mutant("nodes: launchers restart ranks", "machinery/launch",
-       "RESTARTS + 1 if args.nnodes == 1 else 1", "RESTARTS + 1", "test_when_the_launcher_restarts[several machines]")
+       "args.nnodes > 1 or not last", "not last", "test_when_the_launcher_restarts[several machines]")
 mutant("nodes: spawned ranks listen at the host's name", "machinery/launch", "        use_interface_to(urlsplit(args.dist_url).hostname)\n", "",
        f"{LOST_NODE}[spawn-killed]")
 mutant("nodes: a lost node is not called so", "machinery/launch",
@@ -170,8 +175,7 @@ mutant("slurm: nodes meet on localhost", "machinery/rendezvous", "first if len(t
 mutant("slurm: nodes meet on the last one", "machinery/rendezvous", '.split(",")[0]', '.split(",")[-1]', *SLURM)
 mutant("slurm: tasks of the first node on every node", "machinery/rendezvous",
        'tasks[int(get("SLURM_NODEID"))]', "tasks[0]", *SLURM)
-mutant("launch: unknown host waited for", "machinery/rendezvous", "found = socket.getaddrinfo(host, None)[0][4][0]", 'found = ""',
-       f"{REFUSED}[spawn-2 --nnodes 2 --node-rank 0 --dist-url tcp://no-such-host.invalid:29500]")
+mutant("launch: unknown host waited for", "machinery/rendezvous", "found = socket.getaddrinfo(host, None)[0][4][0]", 'found = ""', SEVERAL)
 mutant("launch: a rank outlives a launcher that was killed before", "machinery/rendezvous", 'os.environ.get("LAUNCH_PID", os.getppid())', "os.getppid()",
        "test_rank_whose_launcher_was_killed_before_it_looked_ends")
 mutant("launch: ranks meet where dead ones did", "machinery/rendezvous",
@@ -184,8 +188,10 @@ mutant("launch: --timeout in minutes", "machinery/rendezvous", "timedelta(second
        "timedelta(minutes=seconds)", "test_timeout_reaches_the_process_group[ddp-2]")
 mutant("nodes: gloo listens at the host's name", "machinery/rendezvous", "                if socket.inet_ntoa(answer[20:24]) == own:\n",
        "                if False:\n", f"{LOST_NODE}[run_sh-cut]")
-mutant("nodes: any address is the first node's", "machinery/rendezvous", "    if node_rank > 0:\n",
-       "    if True:\n", SEVERAL, "test_url_of_the_first_node_is_checked_too")
+mutant("nodes: any address is the first node's", "machinery/rendezvous", "if node_rank == 0:", "if False:",
+       SEVERAL, "test_url_of_the_first_node_is_checked_too")
+mutant("nodes: every node has to be at the address", "machinery/rendezvous", "if node_rank == 0:", "if True:",
+       "test_url_of_the_first_node_is_checked_too")
 mutant("nodes: the loopback is as good as any address", "machinery/rendezvous", 'if nnodes > 1 and found.startswith("127.") and', "if False and",
        "test_name_that_is_the_loopback_here_is_refused")
 mutant("launch: a group without a default backend", "machinery/rendezvous", 'return "gloo"  #', 'return "cpu:gloo"  #',
@@ -197,8 +203,6 @@ mutant("slurm: one port for all jobs", "machinery/rendezvous",
 
 # ------------------------------------------------------------------------------------------------------------------- machinery/processes.py
 
-mutant("memory: what is freed goes back to the system", "machinery/processes", "        mallopt(-1, 2**30)", "        0 and mallopt(-1, 2**30)",
-       "test_memory_of_the_gradients_is_kept_from_step_to_step")
 mutant("devices: the first one for all", "machinery/processes", "torch.accelerator.set_device_index(index)",
        "torch.accelerator.set_device_index(0)", "test_pitfall_17_device_is_chosen_before_anything_else")
 mutant("devices: all cores for every process", "machinery/processes", " // processes", "",
@@ -227,6 +231,7 @@ mutant("end: SIGUSR2 is the end", "machinery/processes", "    faulthandler.regis
        "test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on")
 mutant("end: SIGUSR2 shows one thread", "machinery/processes", "all_threads=True", "all_threads=False",
        "test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on")
+mutant("end: a rank that fails ends well", "machinery/processes", "leave(FAILED if launched else 1)", "leave(0)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
 mutant("end: a process without a launcher has a rank's code", "machinery/processes",
        "leave(FAILED if launched else 1)", "leave(FAILED)", "test_pitfall_06_error_with_loader_workers_ends_the_process")
 mutant("end: what a rank has told is told again", "machinery/processes",
@@ -276,13 +281,17 @@ for name, old, new in (
     ("variables stay", "            os.environ.clear()\n            os.environ.update(environment)\n", ""),
     ("new variables stay", "            os.environ.clear()\n", ""),
     ("signals that were blocked come through", "            signal.pthread_sigmask(signal.SIG_SETMASK, mask)\n", ""),
-    ("threads stay", "            torch.set_num_threads(threads)\n", ""),
-    ("deterministic kernels stay", "            torch.use_deterministic_algorithms(strict, warn_only=warn_only)\n", ""),
-    ("deterministic kernels come back strict", "strict, warn_only=warn_only)", "strict)"),
+    ("nothing of the settings is put back", "                put_back(value)\n", "                pass\n"),
+    ("threads stay", "    (torch.get_num_threads, torch.set_num_threads),\n", ""),
+    ("deterministic kernels stay", "(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)", "(random.getstate, random.setstate)"),
+    ("deterministic kernels come back strict", "(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)",
+     "(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)"),
+    ("TF32 stays", "    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),\n", ""),
     ("benchmark stays", "            torch.backends.cudnn.benchmark = benchmark\n", ""),
-    ("Python's generator stays seeded", "            random.setstate(python)\n", ""),
-    ("numpy's generator stays seeded", "            np.random.set_state(numpy)\n", ""),
-    ("torch's generator stays seeded", ", torch.random.fork_rng(devices=[]):", ":"),
+    ("Python's generator stays seeded", "    (random.getstate, random.setstate),\n", ""),
+    ("numpy's generator stays seeded", "    (np.random.get_state, np.random.set_state),\n", ""),
+    ("torch's generator stays seeded", "    (torch.get_rng_state, torch.set_rng_state),\n", ""),
+    ("warnings stay hidden", "with warnings.catch_warnings():", "with contextlib.nullcontext():"),
 ):
     mutant(f"traces: {name}", "machinery/processes", old, new, TRACES)
 mutant("devices: all cores for every process beside an accelerator", "machinery/processes", 'if "OMP_NUM_THREADS" not in os.environ:',

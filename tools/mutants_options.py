@@ -31,7 +31,7 @@ mutant("options: a run is overwritten", "machinery/options", "refuse(taken,", "r
 mutant("options: more processes than accelerators", "machinery/options", "here > available and",
        "False and", "test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "machinery/options",
-       'refuse(mode == "dp" and args.sync_bn,', "refuse(False,", f"{REFUSED}[dp-2 --sync-bn]")
+       'wrong = mode == "dp" and args.sync_bn', "wrong = False", f"{REFUSED}[dp-2 --sync-bn]")
 mutant("options: fp16 and float64 together", "machinery/options", "refuse(both,", "refuse(False,",
        f"{REFUSED}[single-1 --amp fp16 --dtype float64]")
 mutant("balanced: not resumed as such", "machinery/options", 'flag("--balanced", NONE,',
@@ -44,18 +44,31 @@ mutant("nodes: folders are compared", "machinery/options",
        'option("--output-dir", filled, "DIR", None, MAY_CHANGE,',
        "test_what_belongs_to_a_node_may_differ")
 mutant("nodes: a node without a number is the first", "machinery/options",
-       "refuse(args.node_rank is None,", "refuse(False,",
+       "(args.node_rank is None or not address)", "not address",
        f"{REFUSED}[spawn-2 --nnodes 2 --dist-url tcp://localhost:2000]")
 mutant("nodes: a batch is cut for one node", "machinery/options",
        'world_size = here * getattr(args, "nnodes", 1)', "world_size = here", SEVERAL)
-mutant("nodes: an address with a port", "machinery/options",
-       'wrong = not re.fullmatch(r"[\\w.-]+", args.master_addr)', "wrong = False", SEVERAL)
+mutant("nodes: several without an address", "machinery/options",
+       "(args.node_rank is None or not address)", "args.node_rank is None", SEVERAL)
+mutant("nodes: an address without several", "machinery/options",
+       'given = args.node_rank is not None or (mode == "ddp" and address)', "given = args.node_rank is not None", SEVERAL)
+mutant("nodes: an address with a port", "machinery/options", 'like(r"[\\w.-]+"', 'like(r"[\\w.:-]+"', SEVERAL)
+URL = 'like(r"tcp://[^:/]+:[1-9][0-9]{0,4}"'
+mutant("nodes: a URL of any kind", "machinery/options", URL, 'like(r".+"',
+       f"{REFUSED}[spawn-2 --dist-url localhost]")
+mutant("nodes: a URL without a port", "machinery/options", URL, 'like(r"tcp://[^/]+"',
+       "test_pitfall_40_unusable_address_is_an_error[tcp://127.0.0.1]")
+mutant("options: what follows the pattern is not looked at", "machinery/options", "re.fullmatch(pattern, text)", "re.match(pattern, text)", SEVERAL)
+mutant("options: an unset variable is a value", "machinery/options", r'like(r"(?s)\s*\S.*"', r'like(r"(?s).*"', f"{REFUSED}[single-1 --task=]")
 mutant("evaluation: batches without a limit", "machinery/options", "min(128, args.batch_size // args.accum_steps)", "args.batch_size // args.accum_steps",
        "test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said")
 mutant("evaluation: batches of a whole step", "machinery/options", "min(128, args.batch_size // args.accum_steps)", "min(128, args.batch_size)",
        "test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said")
-mutant("options: PowerSGD under a changing scale", "machinery/options", 'refuse(wrong, f"{powersgd}',
-       'refuse(False, f"{powersgd}', "test_power_sgd_with_a_changing_scale_is_refused")
+mutant("options: PowerSGD under a changing scale", "machinery/options", 'wrong = args.grad_compress == "powersgd" and args.amp == "fp16"',
+       "wrong = False", "test_power_sgd_with_a_changing_scale_is_refused")
+TOO_LONG = "--output-dir TMP/" + "long" * 99
+mutant("options: a name that is too long is a traceback", "machinery/options", "except OSError as error:", "except KeyError as error:",
+       f"{REFUSED}[single-1 {TOO_LONG[:99]}]")
 mutant("nodes: port 29501", "machinery/options",
        '"PORT", 29500',
        '"PORT", 29501',
@@ -149,22 +162,40 @@ mutant("nodes: workers are compared", "machinery/options",
 
 mutant("slurm: only the first task checks", "machinery/check", "(torchrun and os.environ", "(os.environ", "test_every_task_of_srun_checks")
 mutant("check: in the process of the run", "machinery/check",
-       "pool.submit(check, args, device_type).result()", "check(args, device_type)",
+       "pool.submit(check, args, on_cpu).result()", "check(args, on_cpu)",
        "test_check_starts_no_thread_and_draws_no_random_number", "test_check_leaves_no_trace_in_the_state_of_the_task[single-1]")
 mutant("check: says what the run will say again", "machinery/check", "contextlib.redirect_stdout(io.StringIO())", "contextlib.nullcontext()",
        "test_check_is_silent")
-mutant("check: lazy modules pass", "machinery/check", "if lazy := [", "if lazy := [] and [", "test_task_that_cannot_be_right_is_refused_before_the_run[lazy]")
-mutant("check: complex numbers pass", "machinery/check", "if names := [", "if names := [] and [",
-       "test_task_that_cannot_be_right_is_refused_before_the_run[complex]")
-mutant("check: complex buffers pass", "machinery/check", "[*net.named_parameters(), *net.named_buffers()]", "net.named_parameters()",
-       "test_task_that_cannot_be_right_is_refused_before_the_run[complex_buffer]")
-mutant("check: names of metrics are not compared", "machinery/check", "if first and (problem",
-       "if False and (problem",
-       "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]")
-mutant("check: one sample", "machinery/check",
-       "args, task, n = self.args, self.task, len(indices)",
-       "indices = indices[:1]\n        args, task, n = self.args, self.task, len(indices)",
+LAST_LACKS = "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]"
+mutant("check: names of metrics are not compared", "machinery/check", "val_set, [*indices], on_cpu, meter)",
+       "val_set, [*indices], on_cpu, common.Meter(meter.device))", LAST_LACKS)
+mutant("check: the start of the evaluation set alone", "machinery/check", "for indices in range(n)[:2], range(n)[-last:][-2:]:",
+       "for indices in (range(n)[:2],):", LAST_LACKS)
+mutant("check: the last batch is as large as the others", "machinery/check", "last = n % batch_size or batch_size", "last = batch_size", LAST_LACKS)
+mutant("check: one sample", "machinery/check", "[*range(length)[:2]]", "[*range(length)[:1]]", f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
+mutant("check: training samples are not looked at", "machinery/check",
+       "    check_samples(args, task, net, train_set, [*range(length)[:2]], on_cpu, meter)\n", "",
+       f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
+mutant("check: the model is always in training mode", "machinery/check", "    net.eval()\n", "", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: a mean is a loss", "machinery/check", "        common.Meter(meter.device).add(loss=losses)\n", "",
+       f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
+mutant("check: a loss for each pair of samples", "machinery/check", "if len(losses) != len(indices):", "if False:",
        "test_bad_input_is_refused_by_name")
+mutant("check: no metric", "machinery/check", "if not metrics or RESERVED", "if RESERVED", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: a mean is a metric", "machinery/check", "meter.add(loss=losses, **metrics)", "pass",
+       f"{REFUSED}[single-1 --task TMP/metrics-mean.py]")
+mutant("nodes: --dist-url is not checked", "machinery/check",
+       "check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)", "pass",
+       "test_pitfall_40_unusable_address_is_an_error[tcp://no-such-host.invalid:29500]")
+mutant("check: a checkpoint that lacks its parts is a traceback", "machinery/check",
+       'with blame(f"--resume {args.resume}: not a checkpoint of this program"):', "with contextlib.nullcontext():",
+       f"{REFUSED}[single-1 --resume TMP/format.pt]")
+mutant("check: weights of another model", "machinery/check", 'net.load_state_dict(checkpoint["model"])', "pass",
+       f"{REFUSED}[single-1 --resume TMP/weights.pt]")
+mutant("check: settings of the optimizer are not tried", "machinery/check", "common.build_optimizer(net, args.optimizer, *settings)", "pass",
+       f"{REFUSED}[single-1 --optimizer adamw --momentum 1]")
+mutant("check: what only the accelerator can do is refused", "machinery/check", "if on_cpu:", "if True:",
+       "test_model_that_only_the_accelerator_can_run_is_not_refused")
 mutant("check: a metric named count", "machinery/check",
        'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
        'RESERVED = {"loss", "event", "epoch", "global_step"}',
@@ -184,10 +215,16 @@ mutant("options: keyword-only options of a task not filled in", "machinery/tasks
        "{name: getattr(args, name) for name in names}", "{name: 0.0 for name in names}",
        "test_label_smoothing_reaches_the_loss")
 mutant("weights: ignored in a run", "machinery/tasks",
-       'load_weights(net, weights, f"--weights {args.weights}")', "pass",
+       'load_weights(net, read_tensors(args.weights, "--weights"), f"--weights {args.weights}")', "pass",
        "test_weights_are_where_training_starts_in_every_mode[single-1]")
-mutant("weights: rounded to float32 first", "machinery/tasks", "task.build_model(args).to(getattr(torch, args.dtype))", "task.build_model(args)",
+mutant("weights: rounded to float32 first", "machinery/tasks", "        net.to(getattr(torch, args.dtype))\n", "",
        "test_weights_keep_their_precision")
+CANNOT = "test_task_that_cannot_be_right_is_refused_before_the_run"
+mutant("model: lazy modules pass", "machinery/tasks", "if nn.parameter.is_lazy(tensor):", "if False:", f"{CANNOT}[lazy]")
+mutant("model: complex numbers pass", "machinery/tasks", "if tensor.is_complex():", "if False:", f"{CANNOT}[complex]")
+mutant("model: complex buffers pass", "machinery/tasks", "[*net.named_parameters(), *net.named_buffers()]", "net.named_parameters()",
+       f"{CANNOT}[complex_buffer]")
+mutant("model: nothing to train", "machinery/tasks", "or not list(net.parameters()):", ":", f"{REFUSED}[single-1 --task TMP/model-empty.py]")
 mutant("channels last: ignored", "machinery/tasks",
        "torch.channels_last if args.channels_last else torch.contiguous_format",
        "torch.contiguous_format",
@@ -209,12 +246,18 @@ mutant("options: metrics without their options", "machinery/tasks",
 
 mutant("replicas: buffers shared", "machinery/stand_ins", "name: b.clone() for", "name: b for",
        "test_data_parallel_is_ddp_with_batchnorm")
-mutant("replicas: buffers never updated", "machinery/stand_ins", "return [buffers, *copies]",
-       "return [copies[0], *copies]", "test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: buffers never updated", "machinery/stand_ins", "buffers = dict(self.module.named_buffers())",
+       "buffers = {name: b.clone() for name, b in self.module.named_buffers()}", "test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: the last one updates the buffers", "machinery/stand_ins", "enumerate([buffers, *copies])",
+       "enumerate([*copies, buffers])", "test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: all accelerators drop the same units", "machinery/stand_ins", "accelerator.manual_seed(seed + r)",
+       "accelerator.manual_seed(seed)", f"{MASKS}[dp-2]")
+mutant("replicas: more than there are pieces", "machinery/stand_ins", "for _ in range(1, counts[0])]", "for _ in range(1, self.replicas)]",
+       "test_replicas_take_empty_parts_of_a_sample")
 mutant("replicas: all drop the same units", "machinery/stand_ins", "seed_generators(seed + r)",
        "seed_generators(seed)", f"{MASKS}[dp-2]")
 mutant("replicas: cut otherwise than torch does", "machinery/stand_ins",
-       "tensor.chunk(len(device_ids))[r]", "tensor.tensor_split(len(device_ids))[r]",
+       "tensor.chunk(self.replicas)[r]", "tensor.tensor_split(self.replicas)[r]",
        "test_pitfall_29_data_parallel_gathers_losses")
 mutant("replicas: first outputs twice", "machinery/stand_ins", "torch.cat(outputs)",
        "torch.cat([outputs[0], *outputs[:-1]])", f"{EQUAL}[dp-2-1]")

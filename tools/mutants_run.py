@@ -39,12 +39,10 @@ mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, 
        "test_signal_to_all_ranks_is_one_signal")
 mutant("stop: without saving", "machinery/run", "if self.files:\n            plain", "if self.files and not self.stopping:\n            plain", f"{BITWISE}[single-1-9]")
 mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)",
-       'self._open() if os.environ.get("LOCAL_RANK", "0") == "0" else None',
+       'self._open() if __import__("os").environ.get("LOCAL_RANK", "0") == "0" else None',
        "test_pitfall_32_one_rank_of_all_machines_saves")
 mutant("launch: ranks without a launcher do not save", "machinery/run", "end_with_parent(signal.SIGTERM)", "pass",
        "test_pitfall_39_nothing_outlives_torchrun")
-mutant("restart: the cause is not shown", "machinery/run", 'print0(f"restart {attempt()}: {cause}", file=sys.stderr)', "pass",
-       "test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies")
 mutant("divergence: not seen at the end", "machinery/run",
        "ends or state.global_step % MAX_SKIPPED_IN_A_ROW == 0",
        "state.global_step % MAX_SKIPPED_IN_A_ROW == 0", DIVERGED)
@@ -79,8 +77,7 @@ mutant("nodes: only one rank finds the difference", "machinery/run", 'raise by_a
        'if get_rank() > 0:\n                return\n            raise by_all(f"{name} is',
        f"{TOLD}[seed]")
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
-       "refused = broadcast_object(self.refused)\n            step",
-       "refused = self.refused\n            step",
+       "if broadcast_object(self.refused):", "if self.refused:",
        "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
 mutant("nodes: what a task put into args is compared", "machinery/run",
        "{option.name: getattr(args, option.key, None) for option in shared}", "dict(vars(args))",
@@ -88,6 +85,9 @@ mutant("nodes: what a task put into args is compared", "machinery/run",
 mutant("save: a run that could not be saved ends well", "machinery/run",
        "        if refused:\n            raise", "        if False:\n            raise",
        "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
+mutant("save: a run that could not be saved is a failure, which is started again", "machinery/run",
+       'raise Stopped(3, f"the run is done', 'raise Stopped(1, f"the run is done',
+       "test_run_whose_last_state_was_not_saved_is_no_success")
 mutant("save: the other ranks end well", "machinery/run",
        "refused = broadcast_object(self.refused)\n        if dist",
        "refused = self.refused\n        if dist",
@@ -109,8 +109,8 @@ mutant("ends: a rank leaves before the others know", "machinery/run",
        'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
        "return UsageError(message)", "test_early_end_of_all_ranks_waits_for_all")
 mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/run",
-       "SIGNALS[self.stopping] or int(bool(refused))", "SIGNALS[self.stopping]",
-       "test_warning_of_slurm_ends_with_1_if_the_run_could_not_be_saved")
+       "raise Stopped(3, how)", "raise Stopped(SIGNALS[self.stopping], how)",
+       "test_warning_of_slurm_ends_with_3_if_the_run_could_not_be_saved")
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
 mutant("speed: in images a millisecond", "machinery/run", "(now - self.clock)", "((now - self.clock) * 1000)", SPEED)
 mutant("speed: since the start of the epoch", "machinery/run", "        self.clock = now\n", "", SPEED)
@@ -175,9 +175,9 @@ mutant("signals: the weaker one wins", "machinery/run", REMEMBER,
        "self.received = min(self.received or 9, list(SIGNALS).index(number) + 1)", WINS)
 mutant("signals: the weaker one of the ranks wins", "machinery/run", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
 mutant("signals: ranks wait in every step", "machinery/run", "agreed = self.pending if wait else earlier", "agreed = self.pending", WINNER)
-mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stopping.name} {step}"', 'f"stopped by {list(SIGNALS)[0].name} {step}"',
+mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stopping.name} after', 'f"stopped by {list(SIGNALS)[0].name} after',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
-mutant("stop: what was not saved was saved", "machinery/run", "refused = broadcast_object(self.refused)\n            step", 'refused = ""\n            step',
+mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
        "test_stop_that_could_not_be_saved_says_so")
 mutant("resume: fused of the other device", "machinery/run",
        'group["fused"] = now["fused"]',
@@ -197,14 +197,24 @@ mutant("log: not cut back", "machinery/files", "self.log.truncate(self._bytes_be
        "test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
 mutant("log: evaluation after the checkpoint kept", "machinery/files", 'entry["epoch"] < checkpoint["epoch"]',
        'entry["epoch"] <= checkpoint["epoch"]', "test_evaluation_after_the_checkpoint_is_logged_once")
-mutant("log: --eval-only cuts it", "machinery/files", "        if not args.eval_only:\n            best =",
-       "        if True:\n            best =",
+mutant("log: --eval-only cuts it", "machinery/files", "        if not args.eval_only:\n            self._leave",
+       "        if True:\n            self._leave",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("lock: none", "machinery/files", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
 mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/files", 'path.resolve() !=', "None is",
        "test_going_back_to_an_older_checkpoint_is_going_back")
-mutant("resume: another run overwritten that ended meanwhile", "machinery/files", "if before != (last.exists()",
-       "if before is last and (last.exists()", "test_run_that_ended_while_this_one_was_starting_is_not_overwritten")
+LOCK = """        try:
+            if not alone:
+                fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = "another run is writing there; choose another directory"
+            raise UsageError(f"--output-dir {directory}: {problem}") from error
+"""
+FIND = "        path, self.checkpoint = find_checkpoint(args, samples)\n"
+mutant("resume: the checkpoint is read before the lock", "machinery/files", LOCK + FIND, FIND + LOCK,
+       "test_run_that_ended_while_this_one_was_starting_is_not_overwritten")
+mutant("lock: an evaluation needs it", "machinery/files", "            if not alone:\n", "            if True:\n",
+       "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("resume: auto overwrites a run of which only the best is left", "machinery/files",
        "elif others:", "elif False:",
        "test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left")
@@ -212,8 +222,14 @@ mutant("resume: another training set not noticed", "machinery/files", "if before
        "if False:", "test_checkpoint_of_other_data_or_another_model_is_refused")
 mutant("log: a foreign line ends the run", "machinery/files", "except (ValueError, KeyError, TypeError):", "except ValueError:",
        "test_line_of_another_program_in_the_log_is_cut_off")
-mutant("restart: begins anew", "machinery/files", 'args.resume == "auto" or attempt():',
+mutant("restart: begins anew", "machinery/files", 'args.resume == "auto" or again:',
        'args.resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
+mutant("restart: from --resume FILE again", "machinery/files", 'args.resume == "auto" or again:',
+       'args.resume == "auto" or (again and not args.resume):', "test_restarted_process_goes_on_or_begins_anew")
+mutant("restart: in another directory than the first attempt", "machinery/files", "if again and not args.output_dir and", "if False and",
+       "test_restarted_process_goes_on_or_begins_anew")
+mutant("eval-only: of nothing", "machinery/files", "refuse(args.eval_only,", "refuse(False,",
+       "test_eval_only_evaluates_what_was_trained_or_says_why_not")
 mutant("tensorboard: left open", "machinery/files", "            self.writer.close()\n", "            pass\n",
        "test_tensorboard_shows_what_the_log_says[single-1]")
 mutant("by design: taken from the end of the run", "machinery/files",
@@ -223,27 +239,29 @@ mutant("swa: averages that are lost are not missed", "machinery/files", "if want
        "if True:", "test_swa_refuses_epochs_whose_average_is_lost")
 mutant("swa: names an epoch too low", "machinery/files", "math.ceil(4 * done / 3)", "4 * done // 3 - 1", "test_swa_refuses_epochs_whose_average_is_lost")
 mutant("eval-only: writes into the log of a run", "machinery/files",
-       'if args.eval_only and any(self.directory.glob("*.pt")):', "if False:",
+       'alone = args.eval_only and any(directory.glob("*.pt"))', "alone = False",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("eval-only: never writes a line", "machinery/files",
-       'if args.eval_only and any(self.directory.glob("*.pt")):', "if args.eval_only:",
+       'alone = args.eval_only and any(directory.glob("*.pt"))', "alone = args.eval_only",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("resume: best.pt stays behind", "machinery/files",
-       'save_checkpoint(load_checkpoint(name), self.directory / "best.pt")', "str()",
+       'save_checkpoint(found, self.directory / "best.pt")', "str()",
        "test_resume_in_another_folder_takes_best_along")
 mutant("resume: any best.pt will do", "machinery/files", 'if found["best"] == best:',
        'if found["best"] is not None:',
        "test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best")
 mutant("resume: a best score without its file", "machinery/files", 'checkpoint["best"] = None  # the', 'str()  # the',
        "test_best_pt_that_was_deleted_is_written_anew")
+mutant("resume: a best.pt that is gone ends the run", "machinery/files", "contextlib.suppress(UsageError)", "contextlib.suppress(KeyError)",
+       "test_best_pt_that_was_deleted_is_written_anew")
 mutant("traces: the lock stays", "machinery/files",
        "        at_end.callback(lambda: log() and log().close())\n", "",
        "test_main_can_go_on_where_a_stop_ended_it")
 mutant("resume: last.pt before best.pt", "machinery/files",
-       "if best is not None and not self._has_best", "if False and not self._has_best",
+       'if checkpoint["best"] is not None and not self._has_best', "if False and not self._has_best",
        "test_best_is_in_the_new_folder_before_last")
-mutant("log: infinity is written", "machinery/files", "isinstance(value, float) and not math.isfinite(value)",
-       "isinstance(value, float) and math.isnan(value)", "test_what_json_cannot_say_is_null")
+mutant("log: infinity is written", "machinery/files", "isinstance(v, float) and not math.isfinite(v)",
+       "isinstance(v, float) and math.isnan(v)", "test_what_json_cannot_say_is_null")
 SCALARS = "test_tensorboard_gets_the_figures_of_the_log"
 mutant("tensorboard: counts are curves", "machinery/files", '"step", "global_step", "count"}', '"step", "global_step"}', SCALARS)
 mutant("tensorboard: over the epoch", "machinery/files", "line[name], line[\"global_step\"])", 'line[name], line["epoch"])', SCALARS)
@@ -255,12 +273,12 @@ WRITE = "        for name in names:\n            save_checkpoint(checkpoint, sel
 mutant("save: the log after the checkpoint", "machinery/files", FSYNC + WRITE, WRITE + FSYNC, LOGGED)
 mutant("log: lines stay in Python's memory", "machinery/files", "        self.log.flush()\n", "", LOGGED)
 mutant("tensorboard: resumed without purging", "machinery/files",
-       'purge = checkpoint["global_step"] + 1 if checkpoint else None',
+       'purge = self.checkpoint["global_step"] + 1 if self.checkpoint else None',
        "purge = None",
        "test_tensorboard_goes_on_after_the_step_of_the_checkpoint")
 mutant("tensorboard: purges its last step", "machinery/files",
-       'purge = checkpoint["global_step"] + 1 if',
-       'purge = checkpoint["global_step"] if',
+       'purge = self.checkpoint["global_step"] + 1 if',
+       'purge = self.checkpoint["global_step"] if',
        "test_tensorboard_goes_on_after_the_step_of_the_checkpoint")
 mutant("log: the line of the checkpoint's own step is cut off", "machinery/files",
        'entry["global_step"] <= checkpoint["global_step"]',

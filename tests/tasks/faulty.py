@@ -14,6 +14,8 @@ import torch
 from everything import build_model, per_sample_metrics
 from torch.utils.data import Dataset, get_worker_info
 
+from sampling import KeyedDataset, splitmix64
+
 __all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 FAULT, PACE = os.environ.get("FAULT", ""), float(os.environ.get("FAULT_PACE", "0"))
@@ -53,8 +55,11 @@ def once():
 class Marked(Dataset):
     """The data set, with a mark on one sample of one epoch."""
 
-    def __init__(self, dataset):
-        self.dataset, self.targets, self.epoch = dataset, dataset.targets, 0
+    whole_batches = True
+
+    def __init__(self, dataset, seed):
+        self.key = splitmix64(seed, EPOCH)
+        self.dataset, self.targets = dataset, dataset.targets
 
     def __len__(self):
         return len(self.dataset)
@@ -62,13 +67,9 @@ class Marked(Dataset):
     def __getitem__(self, index):
         return self.dataset[index]
 
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-        self.dataset.set_epoch(epoch)
-
     def __getitems__(self, indices):
         images, labels = self.dataset.__getitems__(indices)
-        if self.epoch == EPOCH and INDEX in indices:
+        if KeyedDataset.epoch_key == self.key and INDEX in indices:
             if FAULT in IN_LOADER and get_worker_info() and once():
                 IN_LOADER[FAULT]()
             place = torch.tensor(indices) == INDEX
@@ -80,7 +81,7 @@ class Marked(Dataset):
 
 def build_datasets(args):
     train, held_out = everything.build_datasets(args)
-    return Marked(train), held_out
+    return Marked(train, args.seed), held_out
 
 
 def per_sample_loss(outputs, targets):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
+from sampling import KeyedDataset, splitmix64
 from task import ImagesInMemory
 
 CLASSES, SIZE, WIDTH = 4, 6, 12
@@ -120,17 +121,15 @@ class Nested(Own):
 class NestedBatches(Nested):
     """The same for a data set that returns whole batches; adds a NaN in one epoch."""
 
+    whole_batches = True
+
     def __init__(self, inner: Dataset, kind: str, nan: tuple[int, int] | None) -> None:
         super().__init__(inner, kind)
-        self.nan, self.epoch = nan, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.inner.set_epoch(epoch)
+        self.nan = nan  # the key of an epoch, and the sample
 
     def __getitems__(self, indices: list[int]) -> Any:
         images, labels = self.inner.__getitems__(indices)
-        if self.nan and self.nan[0] == self.epoch:
+        if self.nan and self.nan[0] == KeyedDataset.epoch_key:
             labels = labels + NAN_LOSS * (torch.tensor(indices) == self.nan[1])
         return self.nest(images), labels
 
@@ -155,7 +154,7 @@ def build_train(spec: dict[str, Any], seed: int) -> Dataset:
     def base(part: slice, bad: frozenset[int]) -> Dataset:
         if spec["data"] == "drawn":
             return Drawn(images[part], labels[part], bad)
-        augment = {"shift": 1, "flip": True, "seed": seed} if spec["augment"] else {}
+        augment = {"shift": 1, "flip": True} if spec["augment"] else {}
         dataset = Unreadable(images[part], labels[part], **augment)
         dataset.bad = bad
         return dataset
@@ -177,8 +176,8 @@ def build_train(spec: dict[str, Any], seed: int) -> Dataset:
         dataset = Own(dataset)
     nan = None
     if spec["nan_epoch"] is not None and spec["nan_index"] is not None:
-        nan = (spec["nan_epoch"], spec["nan_index"])
-    if hasattr(dataset, "set_epoch"):
+        nan = (splitmix64(seed, spec["nan_epoch"]), spec["nan_index"])
+    if getattr(dataset, "whole_batches", False):
         plain = spec["inputs"] == "tensor" and nan is None
         return dataset if plain else NestedBatches(dataset, spec["inputs"], nan)
     return dataset if spec["inputs"] == "tensor" else Nested(dataset, spec["inputs"])
