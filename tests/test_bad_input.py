@@ -40,6 +40,7 @@ TASKS = {
     + "[torch.utils.data.Subset(part, [0]) for part in both(args)]\n",
     "loss-mean": LOSS + "nn.functional.cross_entropy(outputs, targets)\n",
     "loss-number": LOSS + "1.0\n",
+    "loss-of-pairs": LOSS + "nn.functional.cross_entropy(outputs, targets).view(1)\n",
     "loss-column": LOSS + "outputs[:, :1]\n",
     "loss-none": LOSS.replace("return", "outputs.sum()") + "\n",
     "loss-target": LOSS + "nn.functional.cross_entropy(outputs, targets.double() / 3)\n",
@@ -489,6 +490,7 @@ CASES = [
                 "loss-mean",
                 "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []",
             ),
+            ("loss-of-pairs", "per_sample_loss: 1 numbers for 2 samples"),
             (
                 "loss-number",
                 "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got float",

@@ -1,5 +1,6 @@
 """Every mode at every world size computes what one device computes: gradients, parameters, loss lines and evaluation lines, to rounding."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -285,6 +286,29 @@ def test_replicas_take_empty_parts_of_a_sample():
     assert [piece[1][1].tolist() for piece in cut] == [[0, 2, 4], [6, 8, 10], [12]]
     assert all(piece[0]["nothing"] == {} and piece[1][0] == () for piece in cut)
     assert len(scatter(values, 4)) == 4 and len(scatter((torch.arange(5),), 4)) == 3
+
+
+def test_replicas_on_accelerators_have_their_own_random_streams(monkeypatch):
+    class Accelerator:
+        def device(self, index):
+            here.append(index)
+            return contextlib.nullcontext()
+
+        def manual_seed(self, seed):
+            seeds[here[-1]] = seed
+
+    here, seeds, parallel = (
+        [],
+        {},
+        machinery.stand_ins.DataParallel.__new__(machinery.stand_ins.DataParallel),
+    )
+    nn.Module.__init__(parallel)
+    parallel.device_ids, parallel.src_device_obj = [4, 7, 9], torch.device("cpu")
+    monkeypatch.setattr("torch.get_device_module", lambda device: Accelerator())
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", lambda self, *parts: parts)
+    torch.manual_seed(100)
+    assert parallel.parallel_apply([1], (2,), (3,)) == ([1], (2,), (3,))
+    assert seeds == {4: 100, 7: 101, 9: 102}, "as the ranks of DDP have them"
 
 
 EVERYTHING = (

@@ -1,5 +1,6 @@
 """Evaluations: when they are made, what they draw, and what --eval-only reads and leaves as it is."""
 
+import fcntl
 import functools
 import importlib
 import itertools
@@ -342,7 +343,9 @@ def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     result = train("single", 1, *argv, folder=tmp_path)
     before = (result.folder / "metrics.jsonl").read_bytes()
     older = result.folder / "epoch-0001.pt"
-    again = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path)
+    with open(os.devnull) as other:  # another evaluation at the same time
+        fcntl.flock(other, fcntl.LOCK_EX)
+        again = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path)
     assert again.code == 0, again.err
     assert (result.folder / "metrics.jsonl").read_bytes() == before
     loss = result.eval_lines()[0]["loss"]

@@ -260,7 +260,7 @@ def stopped_with_ruined_weights(rank):
 
 def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
     for code, _, err in ranks(tmp_path, patch=stopped_with_ruined_weights):
-        assert code == 143 and "which was not saved" in err.splitlines()[-1], err
+        assert code == 3 and "which was not saved" in err.splitlines()[-1], err
 
 
 def added_by_the_task(rank):
@@ -363,12 +363,15 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
         ),
         (
             "--nnodes 2 --node-rank 1 --master-addr no-such-host.invalid",
-            "no-such-host.invalid is no known host",
+            "Name or service not known; it must lead to the node with --node-rank 0",
         ),
-        ("--nnodes 2 --node-rank 0 --master-addr 192.0.2.1", "192.0.2.1 is not this node"),
+        (
+            "--nnodes 2 --node-rank 0 --master-addr 192.0.2.1",
+            "Cannot assign requested address",
+        ),
         (
             "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port}",
-            "cannot listen on port {port}",
+            "Address already in use",
         ),
         (
             "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 70000",
@@ -376,16 +379,22 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
         ),
         ("--master-addr 10.0.0.1", "--node-rank and --master-addr have no effect without --nnodes"),
         ("--node-rank 0", "--node-rank and --master-addr have no effect without --nnodes"),
-        ("--nnodes 2 --node-rank 1", "--nnodes 2 needs --master-addr"),
+        (
+            "--nnodes 2 --node-rank 1",
+            "--nnodes 2 needs --node-rank, which counts machines from 0, and --master-addr HOST",
+        ),
         (
             "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1:29500",
-            "must be a host name or an IPv4 address; a port goes to --master-port",
+            "--master-addr: must be a host name or an IPv4 address",
         ),
         (
             "--nnodes 2 --node-rank 1 --master-addr fd00::1",
             "must be a host name or an IPv4 address",
         ),
-        ("--nnodes 2 --node-rank 1 --master-addr a..b", "a..b is no known host"),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr a..b",
+            "it must lead to the node with --node-rank 0",
+        ),
         ("--nnodes 1 --node-rank 1", "--node-rank 1 must be below --nnodes 1"),
         ("--freeze nothing", "--freeze nothing: no parameter has such a name"),
         (
@@ -407,7 +416,7 @@ def test_several_nodes_are_checked_before_anything_is_started(
 
 
 def test_url_of_the_first_node_is_checked_too():
-    with pytest.raises(common.UsageError, match=r"--dist-url X: 192.0.2.1 is not this node"):
+    with pytest.raises(common.UsageError, match=r"--dist-url X: .*Cannot assign requested address"):
         machinery.rendezvous.check_address("--dist-url X", "192.0.2.1", 29500, 0, 2)
     machinery.rendezvous.check_address("--dist-url X", "192.0.2.1", 29500, 1, 2)
 

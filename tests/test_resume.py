@@ -164,7 +164,13 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
         common.UsageError, match=r"no last\.pt in .*best alone, but best\.pt"
     ):  # which a new run would overwrite
         find(make_args("ddp", *BASE, "--output-dir", str(tmp_path / "best alone")), 203)
+    started_from = ("--resume", str(tmp_path / "best alone" / "best.pt"))
+    argv = (*BASE, "--epochs", "1", *started_from, "--output-dir", str(result.folder))
+    assert find(make_args("ddp", *argv), 203)[0] == result.folder / "last.pt", "which is later"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without --rdzv-id
+    with pytest.raises(common.UsageError, match="--output-dir is needed for torchrun"):
+        find(make_args("ddp", *BASE), 203)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     shutil.copytree(result.folder, machinery.files.output_directory(make_args("ddp", *BASE)))
     path, found = find(make_args("ddp", *BASE), 203)

@@ -180,7 +180,7 @@ mutant("check: the model is always in training mode", "machinery/check", "    ne
 mutant("check: a mean is a loss", "machinery/check", "        common.Meter(meter.device).add(loss=losses)\n", "",
        f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
 mutant("check: a loss for each pair of samples", "machinery/check", "if len(losses) != len(indices):", "if False:",
-       "test_bad_input_is_refused_by_name")
+       f"{REFUSED}[single-1 --task TMP/loss-of-pairs.py]")
 mutant("check: no metric", "machinery/check", "if not metrics or RESERVED", "if RESERVED", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
 mutant("check: a mean is a metric", "machinery/check", "meter.add(loss=losses, **metrics)", "pass",
        f"{REFUSED}[single-1 --task TMP/metrics-mean.py]")
@@ -200,9 +200,9 @@ mutant("check: a metric named count", "machinery/check",
        'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
        'RESERVED = {"loss", "event", "epoch", "global_step"}',
        "test_names_that_the_log_uses_itself_are_no_metrics")
-mutant("check: a metric named loss", "machinery/check",
+mutant("check: a metric named epoch", "machinery/check",
        'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
-       'RESERVED = {"count", "event", "epoch", "global_step"}',
+       'RESERVED = {"loss", "count", "event", "global_step"}',
        "test_names_that_the_log_uses_itself_are_no_metrics")
 
 # ----------------------------------------------------------------------------------------------------------------------- machinery/tasks.py
@@ -251,7 +251,7 @@ mutant("replicas: buffers never updated", "machinery/stand_ins", "buffers = dict
 mutant("replicas: the last one updates the buffers", "machinery/stand_ins", "enumerate([buffers, *copies])",
        "enumerate([*copies, buffers])", "test_data_parallel_is_ddp_with_batchnorm")
 mutant("replicas: all accelerators drop the same units", "machinery/stand_ins", "accelerator.manual_seed(seed + r)",
-       "accelerator.manual_seed(seed)", f"{MASKS}[dp-2]")
+       "accelerator.manual_seed(seed)", "test_replicas_on_accelerators_have_their_own_random_streams")
 mutant("replicas: more than there are pieces", "machinery/stand_ins", "for _ in range(1, counts[0])]", "for _ in range(1, self.replicas)]",
        "test_replicas_take_empty_parts_of_a_sample")
 mutant("replicas: all drop the same units", "machinery/stand_ins", "seed_generators(seed + r)",
