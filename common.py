@@ -23,6 +23,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 1  # of a checkpoint; raised when its keys change
+KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "log", "config", "samples"}
+KEYS |= {"epoch", "step", "global_step", "best"}
 
 
 class UsageError(ValueError):
@@ -632,4 +634,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = read_tensors(path, "--resume")
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
+    if missing := ", ".join(sorted(KEYS - checkpoint.keys())):
+        raise UsageError(f"--resume {path}: not a checkpoint of this program: {missing} missing")
     return checkpoint

@@ -77,7 +77,8 @@ def seed_evaluation(seed: int, i: int) -> None:
     The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
     same batches at every world size, so a task draws the same numbers in every mode.
     """
-    seed_rng(seed, -1, i * get_world_size() + get_rank())  # no training step has this number
+    rank = get_rank() % get_world_size()  # 0 without a process group
+    seed_rng(seed, -1, i * get_world_size() + rank)  # no training step has this number
 
 
 @functools.cache
@@ -195,8 +196,8 @@ class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name; all randomness is keyed by the sample.
 
     The generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
-    class of data sets with `whole_batches = True` returns a ready batch from `__getitems__`. It
-    draws by keyed_uniform and sample_key, and also does so behind a wrapper, such as a Subset.
+    class of data sets with `whole_batches = True` also returns a ready batch from `__getitems__`.
+    It draws by keyed_uniform and sample_key, and also does so behind a wrapper, such as a Subset.
 
     A sample that raises OSError is named; with `skip_corrupt` the next readable one replaces it.
     """

@@ -163,7 +163,7 @@ class WholeBatches(Dataset):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.__getitems__([index])
+        images, targets = self.__getitems__([int(index)])
         return images[0], targets[0]
 
 

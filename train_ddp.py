@@ -73,11 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     task = load_task(args)
 
     train_set, val_set = task.build_datasets(args)
-    # This rank's slice of every global batch; of the evaluation set, every N-th batch, unpadded.
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
-    val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)
+    val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
     loading = args.seed, args.workers, args.skip_corrupt
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
@@ -117,6 +116,7 @@ def main(argv: list[str] | None = None) -> int:
         eval_model = run.eval_model(train_loader)
         run.log_eval(evaluate(args, task, eval_model, val_loader, device))
     run.finish()
+    del model  # DDP holds the group, which can only end alone
     dist.destroy_process_group()  # all ranks are done
     return 0
 

@@ -88,8 +88,6 @@ def main(argv: list[str] | None = None) -> int:
 
     model = WithLoss(net, task.per_sample_loss, device, args.amp)
     model = data_parallel(model, args.replicas, device)  # copies the model in every step
-    if args.compile:
-        model.compile()
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)

@@ -60,9 +60,14 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
     with blame(f"--task {args.task}: build_datasets", args.task):
         train_set, val_set = task.build_datasets(args)
         length = len(train_set)
+        if hasattr(train_set, "set_epoch"):
+            advice = "draw in __getitem__, where each sample has its own seed in each epoch"
+            raise UsageError(f"--task {args.task}: set_epoch of a data set is not called; {advice}")
         batch_size = ShardSampler(len(val_set), args.eval_batch_size).batch_size
     GlobalBatchSampler(train_set, args.batch_size, args.seed, balanced=args.balanced)
-    with contextlib.redirect_stdout(io.StringIO()):  # the run prints it
+    default = " with --weights default" if args.weights == "default" else ""
+    silent = contextlib.redirect_stdout(io.StringIO())  # the run prints it
+    with silent, blame(f"--task {args.task}: build_model{default}", args.task):
         net = build_net(args, task, torch.device("cpu"))
     with blame(f"--optimizer {args.optimizer}"):
         settings = args.lr, args.momentum, args.weight_decay, args.nesterov
@@ -74,10 +79,12 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
             net.load_state_dict(checkpoint["model"])
     common.train_mode(net)
     meter, n = common.Meter(torch.device("cpu")), len(val_set)  # it minds names and shapes
-    check_samples(args, task, net, train_set, [*range(length)[:2]], on_cpu, meter)
+    check_samples(
+        args, task, net, train_set, [*range(length)[: min(2, args.batch_size)]], on_cpu, meter
+    )
     net.eval()
     last = n % batch_size or batch_size  # samples of the last batch
-    for indices in range(n)[:2], range(n)[-last:][-2:]:
+    for indices in range(n)[: min(2, batch_size)], range(n)[-last:][-2:]:
         check_samples(args, task, net, val_set, [*indices], on_cpu, meter)
 
 

@@ -39,7 +39,7 @@ def find_checkpoint(
     `samples` is the length of the training set. Raises UsageError if the file is damaged, or
     belongs to another run.
     """
-    directory, again = output_directory(args), attempt() > 0
+    directory, again = output_directory(args), attempt() > 0 and not args.eval_only
     if again and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
         raise UsageError("--output-dir is needed for torchrun to start a run again")
     path = Path(args.resume) if args.resume not in (None, "auto") else None
@@ -125,8 +125,9 @@ class RunFiles:
             problem = "another run is writing there; choose another directory"
             raise UsageError(f"--output-dir {directory}: {problem}") from error
         path, self.checkpoint = find_checkpoint(args, samples)
-        if not args.eval_only:
-            self._leave_nothing_later(path)
+        self.path, best = path, self.checkpoint and self.checkpoint["best"]
+        if best is not None and not args.eval_only and not self._has_best(path, best):
+            self.checkpoint["best"] = None  # the next evaluation writes best.pt
         if args.tensorboard and not alone:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -134,14 +135,11 @@ class RunFiles:
             self.writer = SummaryWriter(self.directory, purge_step=purge)
         print(f"output directory: {self.directory}", flush=True)
 
-    def _leave_nothing_later(self, path: Path | None) -> None:
-        """Make last.pt, best.pt and the log those of the checkpoint: a later start reads them."""
+    def go_on(self) -> None:
+        """Leave nothing later than the checkpoint: a later start would go on from it."""
         last, checkpoint = self.directory / "last.pt", self.checkpoint
-        if checkpoint:
-            if checkpoint["best"] is not None and not self._has_best(path, checkpoint["best"]):
-                checkpoint["best"] = None  # the next evaluation writes best.pt
-            if path.resolve() != last.resolve():  # last.pt may also be damaged
-                save_checkpoint(checkpoint, last)
+        if checkpoint and self.path.resolve() != last.resolve():  # last.pt may also be damaged
+            save_checkpoint(checkpoint, last)
         self.log.truncate(self._bytes_before(checkpoint))
 
     def _has_best(self, path: Path, best: float) -> bool:

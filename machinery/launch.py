@@ -177,14 +177,17 @@ def main() -> int:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     os.environ["TORCHELASTIC_RUN_ID"] = run_id  # names the output directory of all attempts
     last, received = output_directory(args) / "last.pt", []
+    before = last.exists() and last.stat().st_mtime_ns
     with tempfile.TemporaryDirectory() as directory:
         if args.nnodes == 1:  # meet in a file: nothing listens to the network
             os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
             stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
             code, cause = wait_for(start(argv, devices, args, attempt), args.nnodes, received)
-            if code != 1 or received or attempt == RESTARTS or args.nnodes > 1 or not last.exists():
-                break  # without a checkpoint the same would happen again
+            written = last.exists() and last.stat().st_mtime_ns != before
+            useful = written or (before and args.resume == "auto")
+            if code != 1 or received or attempt == RESTARTS or args.nnodes > 1 or not useful:
+                break  # without a checkpoint of this run the same would happen again
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
         tell(cause)
     return code

@@ -331,6 +331,8 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
     wrong = args.nesterov and args.optimizer != "sgd"
     refuse(wrong, f"--nesterov has no effect on --optimizer {args.optimizer}; use sgd")
+    wrong = mode == "dp" and args.compile
+    refuse(wrong, "--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
     wrong = mode == "dp" and args.sync_bn
     refuse(wrong, "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn")
     wrong = args.grad_compress == "powersgd" and args.amp == "fp16"
@@ -364,7 +366,7 @@ def check_files(args: argparse.Namespace) -> None:
         return
     directory = Path(args.output_dir)
     own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
-    taken = not own and not args.eval_only and not attempt() and (directory / "last.pt").exists()
+    taken = not own and not args.eval_only and not attempt() and any(directory.glob("*.pt"))
     advice = "continue it with --resume auto, or choose another directory"
     refuse(taken, f"--output-dir {directory} already holds a run; {advice}")
     folder = directory.absolute()

@@ -46,7 +46,6 @@ SETTINGS = [  # of a process, that a run changes: how to read them and how to pu
     (torch.get_rng_state, torch.set_rng_state),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 ]
 
 
@@ -67,6 +66,8 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             return main(*arguments, **options)
         environment, benchmark = dict(os.environ), torch.backends.cudnn.benchmark
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        strict = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         before = [(put_back, read()) for read, put_back in SETTINGS]
         try:
             with warnings.catch_warnings():
@@ -75,6 +76,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             at_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             torch.backends.cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             for put_back, value in before:
                 put_back(value)
             os.environ.clear()  # last: torch sets variables too

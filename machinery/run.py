@@ -145,13 +145,11 @@ class Run:
                 where = f"after all {epochs} epochs; more would go on"
             print0(f"resumed {where}")
         if not self.args.eval_only:  # which has nothing to save
+            self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
             self.stop = StopSignal()
 
     def _open(self) -> dict[str, Any] | None:
-        try:
-            self.files = RunFiles(self.args, self.sampler.length, self.state.net)
-        except OSError as error:
-            raise UsageError(f"--output-dir {self.args.output_dir}: {error}") from error
+        self.files = RunFiles(self.args, self.sampler.length, self.state.net)
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:
@@ -160,6 +158,8 @@ class Run:
         if get_rank() == 0:
             try:
                 result = function()
+            except OSError as problem:
+                error = by_all(f"--output-dir {self.args.output_dir}: {problem}")
             except UsageError as problem:
                 error = by_all(str(problem))
             except Stopped as problem:

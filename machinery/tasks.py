@@ -83,21 +83,21 @@ def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callabl
 def build_net(args: argparse.Namespace, task: Task, device: torch.device) -> nn.Module:
     """Return the task's model on the device, from --seed or --weights, with --freeze applied."""
     where = f"--task {args.task}: build_model"
-    where += " with --weights default" if args.weights == "default" else ""
-    with blame(where, args.task):
-        torch.manual_seed(args.seed)
-        net = task.build_model(args)
-        if not isinstance(net, nn.Module) or not list(net.parameters()):
-            found = type(net).__name__
-            raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
-        for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-            if nn.parameter.is_lazy(tensor):
-                raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
-            if tensor.is_complex():
-                raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
-        net.to(getattr(torch, args.dtype))
+    torch.manual_seed(args.seed)
+    net = task.build_model(args)
+    if not isinstance(net, nn.Module) or not list(net.parameters()):
+        found = type(net).__name__
+        raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
+        if tensor.is_complex():
+            raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
+    net.to(getattr(torch, args.dtype))
     if args.weights not in (None, "default"):  # only the task knows the default ones
-        load_weights(net, read_tensors(args.weights, "--weights"), f"--weights {args.weights}")
+        option = f"--weights {args.weights}"
+        with blame(option):
+            load_weights(net, read_tensors(args.weights, "--weights"), option)
     freeze(net, args.freeze)
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return net.to(device, memory_format=memory_format)

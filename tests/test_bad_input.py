@@ -67,6 +67,9 @@ TASKS = {
     "data-empty": DATA + "[1] * 99, []\n",
     "data-missing": DATA + "open('no such file')\n",
     "data-triple": DATA + "[(torch.zeros(1), 0, 0)] * 99, [(torch.zeros(1), 0, 0)]\n",
+    "data-told": "class Told(list):\n    def set_epoch(self, epoch): pass\n"
+    + DATA
+    + "Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
     "data-alone": DATA + "[torch.zeros(1)] * 99, [torch.zeros(1)]\n",
     "data-text": DATA + "[(torch.zeros(1), 'seven')] * 99, [(torch.zeros(1), 'seven')]\n",
     "data-ragged": DATA + "[(torch.zeros(n), n) for n in range(99)], [(torch.zeros(1), 0)]\n",
@@ -251,6 +254,7 @@ CASES = [
         "--grad-compress bf16",
         "--grad-compress bf16 has no effect in one process",
     ),
+    ("dp", 2, "--compile", "--compile cannot follow the copies of nn.DataParallel"),
     ("dp", 2, "--sync-bn", "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"),
     (
         "spawn",
@@ -558,6 +562,7 @@ CASES = [
                 "data-triple",
                 "samples [0, 1] of the training set: a sample must be (input, target), got a list of 3",
             ),
+            ("data-told", "set_epoch of a data set is not called; draw in __getitem__"),
             (
                 "data-alone",
                 "samples [0, 1] of the training set: a sample must be (input, target), got a Tensor of 2",

@@ -290,6 +290,23 @@ def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "attempts"),
+    [
+        (["--resume", "auto"], 2),
+        (["--resume", "OTHER"], 1),  # last.pt is that of an earlier run
+        (["--resume", "OTHER", "--eval-only"], 1),
+    ],
+)
+def test_launcher_restarts_only_from_what_this_run_wrote(options, attempts, launches, tmp_path):
+    other = tmp_path / "other.pt"
+    other.touch()
+    (tmp_path / "last.pt").touch()
+    options = [str(other) if option == "OTHER" else option for option in options]
+    endings = [(1, "lost"), (0, "")]
+    assert len(launches(endings, *options, saves=False)[1]) == attempts
+
+
+@pytest.mark.parametrize(
     ("endings", "options", "saves", "code"),
     [
         ([(1, "lost"), (0, "")], [], True, 0),

@@ -157,7 +157,7 @@ def test_run_sh_ddp_goes_on_by_itself_when_a_rank_dies(tmp_path):
         code = launch.end()
         assert code == 0 and (tmp_path / "once").exists(), launch.errors()
         assert re.search(
-            r"^restart 1: process [01] left with exit code 1$", launch.errors(), re.MULTILINE
+            r"process [01] left with exit code 1; restart 1$", launch.errors(), re.MULTILINE
         ), launch.errors()
     reference = undisturbed("ddp", 2, *SMALL)
     assert_same(Result(0, "", "", tmp_path / "run"), reference)

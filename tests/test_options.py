@@ -385,3 +385,10 @@ def test_script_alone_checks_too(mode, tmp_path):
         in result.err
     )
     assert len(result.err.splitlines()) == 1
+
+
+def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
+    (tmp_path / "best.pt").touch()
+    with pytest.raises(common.UsageError, match="already holds a run"):
+        make_args("single", "--output-dir", str(tmp_path))
+    make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))

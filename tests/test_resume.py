@@ -23,7 +23,7 @@ from harness import (
     walk,
 )
 from patches import BASE, call_in_task, stop_after, without_speed, wrap_in_task
-from runs import CPU, make_run
+from runs import CPU, make_run, make_step, start_epoch
 from short_runs import EVERYTHING, SMALL, SWA
 from torch import nn
 
@@ -167,6 +167,8 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     started_from = ("--resume", str(tmp_path / "best alone" / "best.pt"))
     argv = (*BASE, "--epochs", "1", *started_from, "--output-dir", str(result.folder))
     assert find(make_args("ddp", *argv), 203)[0] == result.folder / "last.pt", "which is later"
+    looked = find(make_args("ddp", *argv, "--eval-only"), 203)[0]
+    assert looked == tmp_path / "best alone" / "best.pt", "an evaluation is of the file it names"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without --rdzv-id
     with pytest.raises(common.UsageError, match="--output-dir is needed for torchrun"):
@@ -339,6 +341,25 @@ def test_more_epochs_follow_the_longer_schedule_from_the_first_step(finished, tm
     assert [line["lr"] for line in longer.train_lines()] == pytest.approx(expected, rel=1e-12)
 
 
+def test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were(tmp_path, handlers):
+    """Without a check before the run, or when the task has changed since."""
+    run = make_run(tmp_path, "--log-every", "1", "--keep-every", "1")
+    start_epoch(run)
+    make_step(run, [1.0])
+    run.save("early.pt")
+    make_step(run, [2.0])
+    run.save("last.pt")
+    folder = run.files.directory
+    machinery.processes.at_end.close()  # its lock
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(common.UsageError, match="does not fit the model or the optimizer"):
+        make_run(tmp_path, "--resume", folder / "early.pt", net=nn.Linear(3, 2).double())
+    machinery.processes.at_end.close()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    make_run(tmp_path, "--resume", folder / "early.pt")
+    assert (folder / "last.pt").read_bytes() != before["last.pt"], "one that fits takes its place"
+
+
 def test_checkpoint_lacks_nothing(tmp_path, handlers):
     """A file without one of its parts is refused by name."""
     run = make_run(tmp_path)
@@ -350,8 +371,8 @@ def test_checkpoint_lacks_nothing(tmp_path, handlers):
     path = tmp_path / "changed.pt"
     for name in names:
         torch.save({key: value for key, value in whole.items() if key != name}, path)
-        with pytest.raises((common.UsageError, KeyError), match=name):
-            make_run(tmp_path / name, "--resume", path)
+        with pytest.raises(common.UsageError, match=f"of this program: {name} missing"):
+            common.load_checkpoint(path)
 
 
 def change_task(name, change, rank):

@@ -76,7 +76,7 @@ mutant("data: a broken image in a batch ends the run", "sampling",
        "test_broken_image_is_named_or_replaced_in_a_whole_batch_too")
 mutant("wrapped: names that are passed on count", "sampling", 'getattr(type(dataset), "whole_batches", False)',
        'getattr(dataset, "whole_batches", False)', "test_wrapper_that_passes_names_on_is_asked_itself")
-mutant("evaluation: ranks draw alike", "sampling", "i * get_world_size() + get_rank())  # no", "i)  # no",
+mutant("evaluation: ranks draw alike", "sampling", "i * get_world_size() + rank)  # no", "i)  # no",
        f"{NOISE}_is_the_same_in_every_mode[ddp-2]")
 mutant("evaluation: seeds of training", "sampling", "seed_rng(seed, -1, i *", "seed_rng(seed, 0, i *",
        "test_seeds_of_an_evaluation_are_no_seeds_of_training")
@@ -88,8 +88,8 @@ mutant("evaluation: one rank has it all", "sampling", "min(batch_size, math.ceil
 for generator in ("random.seed(bits)", "np.random.seed(bits % 2**32)", "torch.default_generator.manual_seed(bits)"):
     mutant(f"seeds: without {generator}", "sampling", f"    {generator}\n", "", "test_seeds_of_an_evaluation_are_no_seeds_of_training")
 mutant("evaluation: one seed for all batches", "sampling",
-       "seed_rng(seed, -1, i * get_world_size() + get_rank())",
-       "seed_rng(seed, -1, get_rank())",
+       "seed_rng(seed, -1, i * get_world_size() + rank)",
+       "seed_rng(seed, -1, rank)",
        "test_seeds_of_an_evaluation_are_no_seeds_of_training", "test_evaluation_repeats_what_it_draws")
 mutant("evaluation: larger batches", "sampling",
        "min(batch_size, math.ceil(length / 8))",

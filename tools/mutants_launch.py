@@ -135,9 +135,9 @@ mutant("launch: ranks of one machine meet at a port", "machinery/launch",
 mutant("launch: signals end the launcher alone", "machinery/launch", "    handle_signals(send)\n",
        "", "test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("restart: an early failure is repeated", "machinery/launch",
-       "or not last.exists():", ":", AGAIN)
+       "or not useful:", ":", AGAIN)
 mutant("nodes: launchers restart ranks", "machinery/launch",
-       "args.nnodes > 1 or not last", "not last", "test_when_the_launcher_restarts[several machines]")
+       "args.nnodes > 1 or not useful", "not useful", "test_when_the_launcher_restarts[several machines]")
 mutant("nodes: spawned ranks listen at the host's name", "machinery/launch", "        use_interface_to(urlsplit(args.dist_url).hostname)\n", "",
        f"{LOST_NODE}[spawn-killed]")
 mutant("nodes: a lost node is not called so", "machinery/launch",
@@ -283,10 +283,9 @@ for name, old, new in (
     ("signals that were blocked come through", "            signal.pthread_sigmask(signal.SIG_SETMASK, mask)\n", ""),
     ("nothing of the settings is put back", "                put_back(value)\n", "                pass\n"),
     ("threads stay", "    (torch.get_num_threads, torch.set_num_threads),\n", ""),
-    ("deterministic kernels stay", "(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)", "(random.getstate, random.setstate)"),
-    ("deterministic kernels come back strict", "(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode)",
-     "(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)"),
-    ("TF32 stays", "    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),\n", ""),
+    ("deterministic kernels stay", "            torch.use_deterministic_algorithms(strict, warn_only=warn_only)\n", ""),
+    ("deterministic kernels come back strict", "(strict, warn_only=warn_only)", "(strict)"),
+    ("TF32 stays", "(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)", "(random.getstate, random.setstate)"),
     ("benchmark stays", "            torch.backends.cudnn.benchmark = benchmark\n", ""),
     ("Python's generator stays seeded", "    (random.getstate, random.setstate),\n", ""),
     ("numpy's generator stays seeded", "    (np.random.get_state, np.random.set_state),\n", ""),
@@ -301,3 +300,7 @@ mutant("signals: Ctrl-C is stronger than the system", "machinery/processes", "si
        WINS)
 mutant("signals: SLURM's warning is the strongest", "machinery/processes", "{signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}",
        "{signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 0}", WINS)
+mutant("restart: from a file of an earlier run", "machinery/launch", "!= before\n", "!= 0\n",
+       "test_launcher_restarts_only_from_what_this_run_wrote")
+mutant("restart: auto has to write first", "machinery/launch", "(before and args.resume", "(False and args.resume",
+       "test_launcher_restarts_only_from_what_this_run_wrote")

@@ -169,12 +169,12 @@ mutant("check: says what the run will say again", "machinery/check", "contextlib
 LAST_LACKS = "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]"
 mutant("check: names of metrics are not compared", "machinery/check", "val_set, [*indices], on_cpu, meter)",
        "val_set, [*indices], on_cpu, common.Meter(meter.device))", LAST_LACKS)
-mutant("check: the start of the evaluation set alone", "machinery/check", "for indices in range(n)[:2], range(n)[-last:][-2:]:",
+mutant("check: the start of the evaluation set alone", "machinery/check", "for indices in range(n)[: min(2, batch_size)], range(n)[-last:][-2:]:",
        "for indices in (range(n)[:2],):", LAST_LACKS)
 mutant("check: the last batch is as large as the others", "machinery/check", "last = n % batch_size or batch_size", "last = batch_size", LAST_LACKS)
-mutant("check: one sample", "machinery/check", "[*range(length)[:2]]", "[*range(length)[:1]]", f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
+mutant("check: one sample", "machinery/check", "[*range(length)[: min(2, args.batch_size)]]", "[*range(length)[:1]]", f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
 mutant("check: training samples are not looked at", "machinery/check",
-       "    check_samples(args, task, net, train_set, [*range(length)[:2]], on_cpu, meter)\n", "",
+       "check_samples(args, task, net, train_set, [*range(length)[: min(2, args.batch_size)]], on_cpu, meter)", "pass",
        f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
 mutant("check: the model is always in training mode", "machinery/check", "    net.eval()\n", "", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
 mutant("check: a mean is a loss", "machinery/check", "        common.Meter(meter.device).add(loss=losses)\n", "",
@@ -215,7 +215,7 @@ mutant("options: keyword-only options of a task not filled in", "machinery/tasks
        "{name: getattr(args, name) for name in names}", "{name: 0.0 for name in names}",
        "test_label_smoothing_reaches_the_loss")
 mutant("weights: ignored in a run", "machinery/tasks",
-       'load_weights(net, read_tensors(args.weights, "--weights"), f"--weights {args.weights}")', "pass",
+       'load_weights(net, read_tensors(args.weights, "--weights"), option)', "pass",
        "test_weights_are_where_training_starts_in_every_mode[single-1]")
 mutant("weights: rounded to float32 first", "machinery/tasks", "        net.to(getattr(torch, args.dtype))\n", "",
        "test_weights_keep_their_precision")
@@ -294,3 +294,9 @@ mutant("sync-bn: converted on accelerators too", "machinery/stand_ins",
        'if device.type != "cpu":\n        return nn.Sync',
        "if False:\n        return nn.Sync",
        "test_accelerators_have_torchs_own")
+mutant("options: --compile in data parallel", "machinery/options", "wrong = mode == \"dp\" and args.compile", "wrong = False",
+       f"{REFUSED}[dp-2 --compile]")
+mutant("check: set_epoch is not called and nobody says so", "machinery/check", "if hasattr(train_set, \"set_epoch\"):", "if False:",
+       f"{REFUSED}[single-1 --task TMP/data-told.py]")
+mutant("options: a run of which only best.pt is left", "machinery/options", 'any(directory.glob("*.pt"))', '(directory / "last.pt").exists()',
+       "test_directory_with_only_the_best_checkpoint_is_taken")

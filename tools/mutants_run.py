@@ -197,11 +197,11 @@ mutant("log: not cut back", "machinery/files", "self.log.truncate(self._bytes_be
        "test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
 mutant("log: evaluation after the checkpoint kept", "machinery/files", 'entry["epoch"] < checkpoint["epoch"]',
        'entry["epoch"] <= checkpoint["epoch"]', "test_evaluation_after_the_checkpoint_is_logged_once")
-mutant("log: --eval-only cuts it", "machinery/files", "        if not args.eval_only:\n            self._leave",
-       "        if True:\n            self._leave",
+mutant("log: --eval-only cuts it", "machinery/run", "if not self.args.eval_only:\n            self._on_rank0",
+       "if True:\n            self._on_rank0",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("lock: none", "machinery/files", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
-mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/files", 'path.resolve() !=', "None is",
+mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/files", 'self.path.resolve() != last', "None is last",
        "test_going_back_to_an_older_checkpoint_is_going_back")
 LOCK = """        try:
             if not alone:
@@ -258,7 +258,7 @@ mutant("traces: the lock stays", "machinery/files",
        "        at_end.callback(lambda: log() and log().close())\n", "",
        "test_main_can_go_on_where_a_stop_ended_it")
 mutant("resume: last.pt before best.pt", "machinery/files",
-       'if checkpoint["best"] is not None and not self._has_best', "if False and not self._has_best",
+       "if best is not None and not args.eval_only and not", "if False and not",
        "test_best_is_in_the_new_folder_before_last")
 mutant("log: infinity is written", "machinery/files", "isinstance(v, float) and not math.isfinite(v)",
        "isinstance(v, float) and math.isnan(v)", "test_what_json_cannot_say_is_null")
@@ -304,3 +304,10 @@ mutant("folder: without the model", "machinery/files",
        'f"runs/{args.dataset}-{args.model}-{run_id}"',
        'f"runs/{args.dataset}-{run_id}"',
        "test_folder_of_a_run_without_a_name")
+mutant("resume: a checkpoint that does not fit takes the place of last.pt", "machinery/run",
+       "                state.restore(checkpoint)\n",
+       "                self._on_rank0(lambda: self.files.go_on())\n                state.restore(checkpoint)\n",
+       "test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were")
+mutant("load: parts may be missing", "common", "if missing :=", "if missing := \"\" and", "test_checkpoint_lacks_nothing")
+mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0 and not args.eval_only", "attempt() > 0",
+       "test_restarted_process_goes_on_or_begins_anew")
