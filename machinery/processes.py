@@ -156,14 +156,15 @@ def run_main(main: Callable[[], int]) -> int:
             leave(2)  # the other ranks do not know
         return 2
     except Stopped as stop:
-        if dist.is_initialized():
-            dist.barrier()  # rank 0 has saved, and nobody waits any more
-            dist.destroy_process_group()
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            tell(stop.reason and f"{stop.reason} (exit code {stop.code})")
-        return stop.code
+        code, reason = stop.code, stop.reason
     except (Exception, SystemExit) as error:
         return fail(error)
+    if dist.is_initialized():  # what main held is gone, DDP too
+        dist.barrier()  # rank 0 has saved, and nobody waits any more
+        dist.destroy_process_group()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell(reason and f"{reason} (exit code {code})")
+    return code
 
 
 def fail(error: BaseException) -> int:

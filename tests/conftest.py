@@ -97,3 +97,8 @@ def pytest_collection_finish() -> None:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # which the scripts have changed when they were imported
+
+
+def pytest_make_parametrize_id(val):
+    """Name a test after the number of its signal, which Python 3.10 writes in another way."""
+    return str(int(val)) if isinstance(val, signal.Signals) else None

@@ -391,7 +391,7 @@ CASES = [
         "single",
         1,
         "--resume TMP/format.pt",
-        "--resume TMP/format.pt: not a checkpoint of this program: KeyError: ",
+        "--resume TMP/format.pt: not a checkpoint of this program: average, best, config",
     ),
     (
         "single",

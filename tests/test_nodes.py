@@ -503,4 +503,5 @@ def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
         send([node.process.pid], number)
         assert node.end(timeout=20) == 128 + number
         assert f"stopped by {number.name} with nothing to save" in node.errors().splitlines()[-1]
-    assert not list(scratch.iterdir())
+    of_torch = "_remote_module_non_scriptable.py"  # torch 2.8 writes it when it is imported
+    assert not [path for path in scratch.rglob("*") if path.is_file() and path.name != of_torch]

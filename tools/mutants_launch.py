@@ -218,7 +218,7 @@ mutant("stop: SIGUSR1 ends with 138", "machinery/processes", "signal.SIGUSR1: 0"
        "test_signal_to_all_ranks_is_one_signal")
 mutant("launch: bad arguments end with 1", "machinery/processes", "            return 2\n",
        "            return 1\n", "test_bad_command_line_ends_with_code_2_and_one_line")
-mutant("launch: a stop ends with 0", "machinery/processes", "return stop.code", "return 0",
+mutant("launch: a stop ends with 0", "machinery/processes", "code, reason = stop.code, stop.reason", "code, reason = 0, stop.reason",
        "test_pitfall_11_sigterm_saves[0]")
 mutant("launch: leaves while others still talk to it", "machinery/processes",
        "            dist.barrier()  # rank 0 has saved, and nobody waits any more\n",
@@ -246,7 +246,7 @@ mutant("end: sys.exit is a traceback", "machinery/processes", "if isinstance(err
        "test_task_that_leaves_by_sys_exit_is_no_success[single-1]")
 mutant("end: all ranks say why", "machinery/processes", 'if os.environ.get("LOCAL_RANK", "0") == "0":', "if True:",
        "test_checkpoint_of_other_data_or_another_model_is_refused")
-mutant("end: the code of a stop is not said", "machinery/processes", "{stop.reason} (exit code {stop.code})", "{stop.reason}",
+mutant("end: the code of a stop is not said", "machinery/processes", "{reason} (exit code {code})", "{reason}",
        "test_run_ends_with_the_code_of_the_stronger_signal")
 mutant("slurm: cores of other jobs", "machinery/processes", 'int(os.environ.get("SLURM_CPUS_ON_NODE", cores))', "cores",
        "test_pitfall_38_workers_stay_and_cores_are_divided")
