@@ -114,7 +114,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         eval_model = run.eval_model(train_loader)
         run.log_eval(evaluate(args, task, eval_model, val_loader, device))
     run.finish()
-    del model  # DDP holds the group, which can only end alone
+    del model  # DDP uses the group, so it goes first
     dist.destroy_process_group()  # all ranks are done
     return 0
 

@@ -79,6 +79,7 @@ def main() -> None:
             state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             common.save_checkpoint(state, args.file)
     dist.barrier()
+    del model  # DDP uses the group, so it goes first
     dist.destroy_process_group()
 
 

@@ -78,14 +78,14 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
         with blame(f"--resume {args.resume}: its weights do not fit the model"):
             net.load_state_dict(checkpoint["model"])
     common.train_mode(net)
-    meter, n = common.Meter(torch.device("cpu")), len(val_set)  # it minds names and shapes
-    check_samples(
-        args, task, net, train_set, [*range(length)[: min(2, args.batch_size)]], on_cpu, meter
-    )
+    meter = common.Meter(torch.device("cpu"))  # it minds the names of the metrics
+    first = [*range(min(2, args.batch_size))]  # no batch that never comes
+    check_samples(args, task, net, train_set, first, on_cpu, meter)
     net.eval()
-    last = n % batch_size or batch_size  # samples of the last batch
-    for indices in range(n)[: min(2, batch_size)], range(n)[-last:][-2:]:
-        check_samples(args, task, net, val_set, [*indices], on_cpu, meter)
+    n, first = len(val_set), [*range(min(2, batch_size))]
+    last = min(2, n % batch_size or batch_size)  # samples of the last batch
+    for indices in first, [*range(n - last, n)]:
+        check_samples(args, task, net, val_set, indices, on_cpu, meter)
 
 
 @torch.no_grad()

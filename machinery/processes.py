@@ -159,7 +159,7 @@ def run_main(main: Callable[[], int]) -> int:
         code, reason = stop.code, stop.reason
     except (Exception, SystemExit) as error:
         return fail(error)
-    if dist.is_initialized():  # what main held is gone, DDP too
+    if dist.is_initialized():  # here the exception is gone, and with it the DDP of main
         dist.barrier()  # rank 0 has saved, and nobody waits any more
         dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") == "0":
