@@ -1,6 +1,6 @@
 """The scripts as texts: short diffs, the same loops, no branch on the mode, imports in one direction.
 
-And sizes as the design says, and a README that is not stale.
+And sizes as the design says, and a README and pages that are not stale.
 """
 
 import ast
@@ -367,55 +367,83 @@ def test_slow_packages_are_imported_only_where_they_are_used(program):
 
 
 README = (ROOT / "README.md").read_text()
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+ALL_PAGES = {"README.md": README, **PAGES}
 
 
-def test_readme_shows_the_diff_between_single_and_ddp():
-    (block,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+def test_readme_is_read_in_one_sitting():
+    assert len(README.splitlines()) <= 150
+    assert len(README.split()) <= 1800
+
+
+def test_lesson_shows_the_diff_between_single_and_ddp():
+    (block,) = re.findall(r"```diff\n(.*?)```", PAGES["lesson.md"], re.DOTALL)
     assert block.splitlines() == [line for line in changed_lines("single", "ddp") if line != "+"]
 
 
-def test_readme_states_the_sizes_of_the_diffs():
-    for (old, new), _ in BUDGETS.items():
-        assert (
-            f"`diff train_{old}.py train_{new}.py` has {len(changed_lines(old, new))} changed lines"
-            in README
-        )
+def test_lesson_states_the_sizes_of_the_diffs():
+    text = " ".join(PAGES["lesson.md"].split())
+    for old, new in BUDGETS:
+        changed = f"has {len(changed_lines(old, new))} changed lines"
+        assert f"`diff train_{old}.py train_{new}.py` {changed}" in text
+    assert f"shows all {len(changed_lines('single', 'ddp'))} changed lines" in README
 
 
-def test_readme_names_every_option_and_no_other():
-    known = {
-        option
-        for mode in SCRIPTS
-        for action in machinery.options.build_parser(mode)._actions
-        for option in action.option_strings
-    }
-    known -= {option for option in known if option.startswith("--no-")} | {
-        "-h",
-        "--help",
-        "--local-rank",
-        "--local_rank",
-    }
-    (table,) = re.findall(r"## Options\n(.*?)\n## ", README, re.DOTALL)
-    assert {
-        option
-        for option in re.findall(r"`(--[a-z-]*[a-z])", table)
-        if not option.startswith("--no-")
-    } == known
+def test_lines_that_readme_explains_stand_in_train_ddp():
+    (table,) = re.findall(r"\| line in `train_ddp.py`.*?\n\n", README, re.DOTALL)
+    rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    script = " ".join(SCRIPTS["ddp"].split())
+    assert len(rows) == 8
+    for row in rows:
+        row = row.replace("world_size / batch_size", "dist.get_world_size() / args.batch_size")
+        for part in row.split("..."):
+            assert part.strip("(), ") in script, row
 
 
-def test_readme_commands_exist():
-    modes = set(re.findall(r"bash run\.sh (\w+)", README))
-    assert (
-        {"single", "dp", "ddp", "spawn", "test"}
-        <= modes
-        <= set(re.findall(r"\b[a-z]+\b", (ROOT / "run.sh").read_text()))
+def test_page_of_options_is_that_of_the_parser():
+    assert PAGES["options.md"] == readme.options_page(), "stale: python tools/readme.py"
+    assert PAGES["options.md"].count("\n| `--") >= 50
+
+
+@pytest.mark.parametrize("name", ALL_PAGES)
+def test_commands_files_and_links_of_the_pages_exist(name):
+    text = ALL_PAGES[name]
+    known = set(re.findall(r"\b[a-z]+\b", (ROOT / "run.sh").read_text()))
+    assert set(re.findall(r"bash run\.sh (\w+)", text)) <= known
+    for path in re.findall(r"`((?:\w+/)*\w+\.(?:py|sh|sbatch))`", text):
+        found = any((folder / path).exists() for folder in (ROOT, ROOT / "machinery"))
+        assert found or path in ("FILE.py", "mine.py"), path
+    for path in re.findall(r"\]\(((?!http)[^)]+)\)", text):
+        folder = ROOT if name == "README.md" else ROOT / "docs"
+        assert (folder / path).exists(), path
+    commands = re.findall(
+        r"(?:bash run\.sh (\w+)(?: \w+)?|train_(\w+)\.py) (--(?!help)[^\n`#|\[]+)", text
     )
-    for path in re.findall(r"`((?:\w+/)?\w+\.(?:py|sh))`", README):
-        assert (ROOT / path).exists() or path.startswith("FILE"), path
-    for mode, argv in re.findall(
-        r"bash run\.sh (single|dp|ddp|spawn)(?: \d+)? (--(?!help)[^\n`#]+)", README
-    ):
-        machinery.options.build_parser(mode).parse_args(argv.split())
+    for by_run_sh, by_hand, argv in commands:
+        mode = by_run_sh or by_hand
+        if mode in SCRIPTS:
+            machinery.options.build_parser(mode).parse_args(argv.split())
+
+
+def test_commands_of_the_pages_are_found():
+    assert len(re.findall(r"bash run\.sh \w+", README)) >= 6
+    assert len(re.findall(r"bash run\.sh \w+", PAGES["multinode.md"])) >= 4
+
+
+def test_task_of_the_readme_is_complete_and_learns(tmp_path):
+    from harness import train
+
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
+    assert len(code.splitlines()) <= 12
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    lines = {}
+    for mode, devices in (("single", 1), ("ddp", 2)):
+        argv = ("--task", str(file), "--epochs", "4")
+        result = train(mode, devices, *argv, folder=tmp_path / mode)
+        lines[mode] = [line["minus_error"] for line in result.eval_lines()]
+    assert lines["single"] == pytest.approx(lines["ddp"], rel=1e-3)
+    assert lines["single"][-1] > -0.6 > -1.2 > lines["single"][0]
 
 
 def test_readme_and_requirements_name_the_same_oldest_versions():
@@ -428,8 +456,10 @@ def test_readme_and_requirements_name_the_same_oldest_versions():
 
 
 @pytest.mark.release
-def test_readme_shows_the_equivalence_of_the_code_as_it_is():
-    (block,) = re.findall(r"<!-- equivalence -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+def test_docs_show_the_equivalence_of_the_code_as_it_is():
+    (block,) = re.findall(
+        r"<!-- equivalence -->\n(.*?)\n<!-- end -->", PAGES["equivalence.md"], re.DOTALL
+    )
     cells, code = re.search(r"(\d+) cells, none above its bound.* code (\w+)\.", block).groups()
     assert int(cells) >= 150
     assert code == readme.code_digest(), (
@@ -437,13 +467,15 @@ def test_readme_shows_the_equivalence_of_the_code_as_it_is():
     )
 
 
-def test_readme_names_for_every_pitfall_the_code_that_avoids_it_and_its_test():
-    (table,) = re.findall(r"## Pitfalls\n(.*?)\n## ", README, re.DOTALL)
-    rows = re.findall(r"^\| (\d\d) \| (.+) \| (.+) \| `(\S+)` \|$", table, re.MULTILINE)
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    assert {number for number, *_ in rows} == set(re.findall(r"def test_pitfall_(\d\d)_", tests))
-    for number, _, how, where in rows:
+def test_docs_name_for_every_pitfall_the_code_that_avoids_it_and_its_test():
+    row = r"^\| (\d\d) \| (.+) \| (.+) \| `(\S+)` \| `(\S+)` \|$"
+    rows = re.findall(row, PAGES["pitfalls.md"], re.MULTILINE)
+    texts = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    tests = set(re.findall(r"def test_pitfall_(\d\d)_", "".join(texts.values())))
+    assert {number for number, *_ in rows} == tests
+    for number, _, how, where, test in rows:
+        assert f"def test_pitfall_{number}_" in (ROOT / test).read_text()
         names = ("run.sh", "machinery/options.py", "common.py", "machinery/launch.py")
-        texts = "".join((ROOT / name).read_text() for name in (where, *names))
+        code_of = "".join((ROOT / name).read_text() for name in (where, *names))
         for code in re.findall(r"`([^`]+)`", how):
-            assert code in texts, f"{number}: {code} is not in {where}"
+            assert code in code_of, f"{number}: {code} is not in {where}"

@@ -543,7 +543,9 @@ def main(argv: list[str] | None = None, patch: Callable | None = None) -> int:
         "--json", metavar="FILE", type=Path, help="write every deviation of every cell there"
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="print the table alone, as it stands in the README"
+        "--markdown",
+        action="store_true",
+        help="print the table alone, as it stands in docs/equivalence.md",
     )
     args = parser.parse_args(argv)
     started = time.monotonic()

@@ -1,8 +1,10 @@
-"""Writes the parts of README.md that come from the code: `python tools/readme.py [FILE.json of run.sh equivalence --json FILE.json]`.
+"""Writes the parts of docs/ that come from the code: `python tools/readme.py [FILE.json]`.
 
-A test fails when they are stale.
+docs/lesson.md, docs/options.md, and docs/equivalence.md from the file of
+`bash run.sh equivalence --json FILE.json`. A test fails when they are stale.
 """
 
+import argparse
 import ast
 import difflib
 import hashlib
@@ -15,10 +17,15 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from machinery.options import OPTIONS
+
 SCRIPTS = {
     mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")
 }
-DIFFS = [("single", "ddp"), ("single", "dp"), ("ddp", "spawn")]  # whose sizes README states
+DOCS = ROOT / "docs"
+DIFFS = [("single", "ddp"), ("single", "dp"), ("ddp", "spawn")]  # whose sizes are stated
 
 
 def changed_lines(old: str, new: str) -> list[str]:
@@ -69,27 +76,54 @@ def equivalence_table(cells: list[dict]) -> list[str]:
     return [*head, *(f"| {' | '.join(line)} |" for line in columns), "", summary]
 
 
+def options_page() -> str:
+    """docs/options.md, from the table of options."""
+    lines = [
+        "# Options",
+        "",
+        "The same names and defaults in all scripts. Every switch has a negative form, such as",
+        "`--no-compile`. This page is made by `python tools/readme.py`.",
+    ]
+    headline = ""
+    for option in OPTIONS:
+        settings = option.settings
+        if settings["help"] is argparse.SUPPRESS:
+            continue
+        if option.group != headline:
+            headline = option.group
+            head = ["| option | value | default | meaning |", "|---|---|---|---|"]
+            lines += ["", f"## {headline[0].upper()}{headline[1:]}", "", *head]
+        switch = settings.get("action") is argparse.BooleanOptionalAction
+        value = settings.get("metavar") or ", ".join(settings.get("choices", ["on or off"]))
+        value += " ..." if settings.get("nargs") == "+" else ""
+        default = "off" if switch else settings["default"]
+        default = "task.py" if option.name == "--task" else "" if default in (None, []) else default
+        meaning = settings["help"].replace(" (default: %(default)s)", "")
+        meaning += f" ({', '.join(option.modes)} only)" if option.modes else ""
+        cells = [f"`{option.name}`", value, str(default), meaning]
+        lines.append(f"| {' | '.join(cell.replace('|', ', ') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: list[str]) -> None:
-    diff = "\n".join(
-        ["```diff", *(line for line in changed_lines("single", "ddp") if line != "+"), "```"]
-    )
-    text = (ROOT / "README.md").read_text()
-    text = re.sub(r"```diff\n.*?```", lambda _: diff, text, flags=re.DOTALL)
+    changed = [line for line in changed_lines("single", "ddp") if line != "+"]
+    block = "\n".join(["```diff", *changed, "```"])
+    text = (DOCS / "lesson.md").read_text()
+    text = re.sub(r"```diff\n.*?```", lambda _: block, text, flags=re.DOTALL)
     for old, new in DIFFS:
         count = len(changed_lines(old, new))
-        text = re.sub(rf"(`diff train_{old}.py train_{new}.py` has )\d+", rf"\g<1>{count}", text)
-    if argv:
-        block = "\n".join(
-            [
-                "<!-- equivalence -->",
-                *equivalence_table(json.loads(Path(argv[0]).read_text())),
-                "<!-- end -->",
-            ]
-        )
         text = re.sub(
-            r"<!-- equivalence -->.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL
+            rf"(`diff train_{old}.py train_{new}.py`\s+has\s+)\d+", rf"\g<1>{count}", text
         )
-    (ROOT / "README.md").write_text(text)
+    (DOCS / "lesson.md").write_text(text)
+    (DOCS / "options.md").write_text(options_page())
+    if argv:
+        table = equivalence_table(json.loads(Path(argv[0]).read_text()))
+        block = "\n".join(["<!-- equivalence -->", *table, "<!-- end -->"])
+        text = (DOCS / "equivalence.md").read_text()
+        table = r"<!-- equivalence -->.*?<!-- end -->"
+        text = re.sub(table, lambda _: block, text, flags=re.DOTALL)
+        (DOCS / "equivalence.md").write_text(text)
 
 
 if __name__ == "__main__":
