@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     schedule = args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule)
-    scaler = common.StepGuard(args.amp, device, net)
+    scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
     run = Run(args, state, train_sampler, len(val_set), device)
