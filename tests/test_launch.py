@@ -207,6 +207,8 @@ def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp
     [
         ("dp", ["--replicas", 3], "cannot be cut into 3 devices"),
         ("spawn", ["--nproc=3"], "cannot be cut into 3 devices"),
+        ("dp", [3], "cannot be cut into 3 devices"),
+        ("spawn", [3], "cannot be cut into 3 devices"),
         ("dp", [], "cannot be cut into 2 devices"),
         ("spawn", [], "cannot be cut into 2 devices"),
         ("dp", [3, "--replicas", 3], "cannot be cut into 3 devices"),
@@ -218,6 +220,15 @@ def test_number_of_devices_is_n_or_the_option_or_the_default(mode, arguments, me
     assert (
         finished.returncode == 2 and message in finished.stderr and finished.stderr.count("\n") == 1
     ), finished.stderr
+
+
+@pytest.mark.parametrize("mode", ["dp", "spawn"])
+def test_script_decides_how_many_devices_if_n_is_not_given(mode, tmp_path):
+    """It asks for the accelerators, of which there may be another number than two."""
+    command = ["bash", "-x", str(ROOT / "run.sh"), mode, "--batch-size", "1"]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    (started,) = re.findall(rf"^\+ exec \S+ \S+/train_{mode}\.py (.*)$", finished.stderr, re.M)
+    assert started == "--batch-size 1"
 
 
 @pytest.mark.parametrize("option", ["--help"])

@@ -22,9 +22,10 @@ SHIM = "test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything
 mutant("run.sh: a shim is asked again and again", "run.sh", """python=$("$found" -I -c 'import sys; print(sys.executable)')""",
        "python=$found", SHIM)
 mutant("run.sh: a shim is asked in the project", "run.sh", 'python=$("$found"', 'python=$(cd -- "$here" && "$found"', SHIM)
+DEFAULT = "test_script_decides_how_many_devices_if_n_is_not_given"
 NUMBER = "test_number_of_devices_is_n_or_the_option_or_the_default"
-mutant("run.sh: dp without N has two replicas", "run.sh", '${devices:+--replicas "$devices"}', '--replicas "${devices:-2}"', NUMBER)
-mutant("run.sh: spawn without N has two processes", "run.sh", '${devices:+--nproc "$devices"}', '--nproc "${devices:-2}"', NUMBER)
+mutant("run.sh: dp without N has two replicas", "run.sh", '${devices:+--replicas "$devices"}', '--replicas "${devices:-2}"', DEFAULT)
+mutant("run.sh: spawn without N has two processes", "run.sh", '${devices:+--nproc "$devices"}', '--nproc "${devices:-2}"', DEFAULT)
 mutant("run.sh: spawn forgets N", "run.sh", '${devices:+--nproc "$devices"}', "", NUMBER)
 KEPT = "test_memory_of_the_gradients_is_kept_from_step_to_step"
 mutant("memory: what is freed goes back to the system", "run.sh", "MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}",

@@ -189,7 +189,7 @@ mutant("nodes: --dist-url is not checked", "machinery/check",
        "test_pitfall_40_unusable_address_is_an_error[tcp://no-such-host.invalid:29500]")
 mutant("check: a checkpoint that lacks its parts is a traceback", "machinery/check",
        'with blame(f"--resume {args.resume}: not a checkpoint of this program"):', "with contextlib.nullcontext():",
-       f"{REFUSED}[single-1 --resume TMP/format.pt]")
+       f"{REFUSED}[single-1 --resume TMP/listed.pt]")
 mutant("check: weights of another model", "machinery/check", 'net.load_state_dict(checkpoint["model"])', "pass",
        f"{REFUSED}[single-1 --resume TMP/weights.pt]")
 mutant("check: settings of the optimizer are not tried", "machinery/check", "common.build_optimizer(net, args.optimizer, *settings)", "pass",
