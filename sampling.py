@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 import multiprocessing.util
+import os
 import random
 import signal
 import sys
@@ -41,7 +42,7 @@ def splitmix64(*parts: Any) -> Any:
 
 
 def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
-    """Return float64 [len(indices), draws] in [0, 1): row i is a function of the sample's key."""
+    """Return float64 [n, draws] in [0, 1): row i is a function of (seed, epoch, indices[i])."""
     keys = np.asarray(indices).astype(np.uint64)[:, None]
     columns = np.arange(draws, dtype=np.uint64)[None, :]
     bits = splitmix64(KeyedDataset.epoch_key, keys, columns)
@@ -77,8 +78,9 @@ def seed_evaluation(seed: int, i: int) -> None:
     The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
     same batches at every world size, so a task draws the same numbers in every mode.
     """
-    rank = get_rank() % get_world_size()  # 0 without a process group
-    seed_rng(seed, -1, i * get_world_size() + rank)  # no training step has this number
+    world_size = get_world_size()
+    rank = get_rank() if world_size > 1 else 0  # RANK may be set without a process group
+    seed_rng(seed, -1, i * world_size + rank)  # no training step has the number -1
 
 
 @functools.cache
@@ -170,9 +172,9 @@ def class_numbers(dataset: Dataset) -> Tensor:
 class ShardSampler(Sampler):
     """The evaluation set in batches, of which this rank takes every world_size-th.
 
-    Yields (0, indices). All ranks together see every sample exactly once: nothing is padded. The
-    batches are the same at every world size. A batch has at most an eighth of the set, so that
-    eight ranks have something to do.
+    Yields (0, indices): as in epoch 0, so a sample draws the same in each evaluation. All ranks
+    together see every sample exactly once: nothing is padded. The batches are the same at every
+    world size. A batch has at most an eighth of the set, so that eight ranks have work.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
@@ -192,17 +194,25 @@ class ShardSampler(Sampler):
 # --------------------------------------------------------------------------------- fetching batches
 
 
+def own_cores() -> int:
+    """Return this process's share of the machine's cores, at least 1."""
+    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
+
+
 class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name; all randomness is keyed by the sample.
 
     The generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
     class of data sets with `whole_batches = True` also returns a ready batch from `__getitems__`.
-    It draws by keyed_uniform and sample_key, and also does so behind a wrapper, such as a Subset.
+    It must draw with keyed_uniform and sample_key; this works behind a wrapper too.
 
     A sample that raises OSError is named; with `skip_corrupt` the next readable one replaces it.
     """
 
-    epoch_key = 0  # a hash of (seed, epoch) of the batch that this process is fetching
+    # A hash of (seed, epoch) of the batch that this process is fetching. It belongs to the class:
+    # the data set, which reads it by sample_key and keyed_uniform, may lie behind any wrapper.
+    epoch_key = 0
 
     def __init__(self, dataset: Dataset, seed: int, skip_corrupt: bool = False) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, seed, skip_corrupt
@@ -249,7 +259,7 @@ def build_loader(
     """
     if workers is None:
         in_memory = getattr(dataset, "in_memory", False)
-        workers = 0 if in_memory else min(8, torch.get_num_threads())
+        workers = 0 if in_memory else min(8, own_cores())
     options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
@@ -268,7 +278,10 @@ def build_loader(
 
 
 class _Late(Sampler):
-    """Yields nothing until `begun`: the workers start before it is known what to load."""
+    """Yields nothing until `begun`.
+
+    A DataLoader starts its workers in the first iteration: an empty one starts them now.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self.sampler, self.begun = sampler, False
@@ -289,7 +302,7 @@ def leave_signals_to_parent(*_: int) -> None:
 
     A loader worker that outlives its rank would hold the lock on the run's directory.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 

@@ -1,7 +1,7 @@
 """The part you replace: data sets, model, loss and metrics of one problem.
 
-A task is any file with these four functions (--task FILE.py). No other file knows the problem,
-and this one knows nothing of devices. Here: image classification.
+A task is any file with these four functions (--task FILE.py). The training scripts know nothing of
+the problem, and this file nothing of devices. Here: image classification.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
                                          a nested tuple, list or dict of tensors. A data set with
@@ -311,7 +311,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
             raise UsageError(f"--weights default: {problem}")
         model = BUILT_IN[args.model](channels, classes)
     else:
-        model = torchvision_model(args, classes)
+        model = torchvision_model(args, channels, classes)
         if (args.image_size or side) < 64:
             print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
     dtype = getattr(torch, args.dtype)
@@ -320,12 +320,15 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     return model
 
 
-def torchvision_model(args: argparse.Namespace, classes: int) -> nn.Module:
+def torchvision_model(args: argparse.Namespace, channels: int, classes: int) -> nn.Module:
     from torchvision import models
 
     if args.model not in models.list_models(module=models):
         problem = "unknown; use digitnet, resnet9 or a classification model of torchvision"
         raise UsageError(f"--model {args.model}: {problem}, as resnet18")
+    if channels != 3:
+        problem = f"takes 3 channels, --dataset {args.dataset} has {channels}"
+        raise UsageError(f"--model {args.model} {problem}; use digitnet or resnet9")
     options = {}
     if args.model in ("googlenet", "inception_v3"):  # they would return two outputs
         options = {"aux_logits": False, "init_weights": True}

@@ -67,8 +67,8 @@ def evaluate(
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("ddp", argv)
-    check_run(args)
-    rank, local_rank, world_size = ranks_from_env()  # set by torchrun
+    check_run(args)  # tries task, model and checkpoint in a child process
+    rank, local_rank, world_size = ranks_from_env()  # of torchrun, run.sh or srun
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
     task = load_task(args)
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
 
-    # Not before the loaders: they fork workers, and a fork beside communication threads may hang.
+    # After the loaders: they fork workers, and to fork beside communication threads may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
     net = build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)
+    run = Run(args, state, train_sampler, len(val_set), device)  # compares the ranks' options
     run.resume()  # loads the checkpoint of --resume, if it is given
 
     model = DistributedDataParallel(
@@ -107,11 +107,11 @@ def main(argv: list[str] | None = None) -> int:
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        common.sync_buffers(net)  # BatchNorm statistics of rank 0 for all
+        common.sync_buffers(net)  # rank 0's BatchNorm statistics; DDP sends them only in training
         average.after_epoch(net, state.epoch)  # of --average swa
         run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
-        eval_model = run.eval_model(train_loader)
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))
+        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
         run.log_eval(evaluate(args, task, eval_model, val_loader, device))

@@ -59,7 +59,7 @@ def evaluate(
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("single", argv)
-    check_run(args)
+    check_run(args)  # tries task, model and checkpoint in a child process
     device = set_up_device(args.device, args.deterministic)
     task = load_task(args)
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)
+    run = Run(args, state, train_sampler, len(val_set), device)  # compares the ranks' options
     run.resume()  # loads the checkpoint of --resume, if it is given
 
     model = net
@@ -93,8 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         train_one_epoch(args, task, model, train_loader, state, run)
         average.after_epoch(net, state.epoch)  # of --average swa
         run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
-        eval_model = run.eval_model(train_loader)
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))
+        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
         run.log_eval(evaluate(args, task, eval_model, val_loader, device))

@@ -79,7 +79,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
 
-    # Not before the loaders: they fork workers, and a fork beside communication threads may hang.
+    # After the loaders: they fork workers, and to fork beside communication threads may hang.
     dist.init_process_group(backend(device), init_method, timeout(args.timeout), world_size, rank)
     net = build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
@@ -92,7 +92,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)
+    run = Run(args, state, train_sampler, len(val_set), device)  # compares the ranks' options
     run.resume()  # loads the checkpoint of --resume, if it is given
 
     model = DistributedDataParallel(
@@ -105,11 +105,11 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        common.sync_buffers(net)  # BatchNorm statistics of rank 0 for all
+        common.sync_buffers(net)  # rank 0's BatchNorm statistics; DDP sends them only in training
         average.after_epoch(net, state.epoch)  # of --average swa
         run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
-        eval_model = run.eval_model(train_loader)
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))
+        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
         run.log_eval(evaluate(args, task, eval_model, val_loader, device))
@@ -122,7 +122,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("spawn", argv)
-    check_run(args)
+    check_run(args)  # tries task, model and checkpoint in a child process
     with workers_meet_at(args) as init_method:
         arguments = (worker, args, init_method)
         context = mp.spawn(run_worker, arguments, nprocs=args.nproc, join=False)

@@ -2,8 +2,9 @@
 
 torchrun --standalone --nproc-per-node 2 examples/other_project.py --epochs 3
 
-It has its own command line, data and model. It takes the sampler, the step guard, the schedule
-and the checkpoint files, and nothing of the folder machinery/.
+It has its own command line, data and model, and resumes by itself from --file. It takes the
+samplers, the step guard, the schedule, the meter and the checkpoint file, and nothing of the
+folder machinery/.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from torch.utils.data import TensorDataset
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import common
-from sampling import GlobalBatchSampler, ShardSampler, build_loader
+from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_rng
 
 
 def make_data(samples: int, seed: int) -> TensorDataset:
@@ -30,37 +31,62 @@ def make_data(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.square().sum(1, keepdim=True).sqrt())
 
 
+def choose_device() -> tuple[torch.device, str]:
+    """Return this rank's device and the backend for it; call it before anything uses a device."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu"), "gloo"
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    device = torch.device(
+        torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"])
+    )
+    return device, f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=50, help="samples per step, over all ranks")
+    parser.add_argument("--pieces", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--file", type=Path, default=Path("other_project.pt"))
     args = parser.parse_args()
-    device = torch.device("cpu")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of torchrun
+    device, backend = choose_device()
 
     train_set, val_set = make_data(500, seed=1), make_data(101, seed=2)
-    sampler = GlobalBatchSampler(train_set, args.batch, seed=0, rank=rank, world_size=world_size)
-    val_sampler = ShardSampler(len(val_set), 16, rank, world_size)
+    sampler = GlobalBatchSampler(
+        train_set, args.batch, seed=0, accum_steps=args.pieces, rank=rank, world_size=world_size
+    )
+    val_sampler = ShardSampler(len(val_set), batch_size=16, rank=rank, world_size=world_size)
     train_loader = build_loader(train_set, sampler, device, seed=0, workers=0)
     val_loader = build_loader(val_set, val_sampler, device, seed=0, workers=0)
 
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)  # after the loaders, which may fork workers
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double().to(device)
     optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0, nesterov=False)
     schedule = "cosine", args.epochs, 0.5, [], 0.1  # name, epochs, warm-up, marks, gamma
     scheduler = common.build_scheduler(optimizer, sampler.steps_per_epoch, *schedule)
     guard = common.StepGuard("off", device, net)
+    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "guard": guard}
+    first_epoch = 0
+    if args.file.exists():
+        checkpoint = torch.load(args.file, map_location="cpu", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
+        first_epoch = checkpoint["epoch"]
     model = DistributedDataParallel(net)
 
-    for epoch in range(args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_position(epoch, step=0)
         model.train()
-        for inputs, targets in train_loader:
-            losses = (model(inputs) - targets).square().squeeze(1)
-            # DDP averages over ranks; this factor makes it the mean over the global batch.
-            guard.scale(losses.sum() * (world_size / args.batch)).backward()
+        for step, batch in enumerate(train_loader):
+            batch = common.to_device(batch, device)
+            for i, (inputs, targets) in enumerate(common.split_batch(batch, args.pieces)):
+                model.require_backward_grad_sync = i == args.pieces - 1  # one all-reduce per step
+                seed_rng(0, epoch * sampler.steps_per_epoch + step, i, rank)  # for dropout
+                losses = (model(inputs) - targets).square().squeeze(1)  # [n], not their mean
+                # DDP averages over ranks; this factor makes it the mean over the global batch.
+                guard.scale(losses.sum() * (world_size / args.batch)).backward()
             guard.unscale_(optimizer)
             common.clip_grad_norm(net, 5.0, guard.norm)
             guard.step(optimizer)
@@ -68,16 +94,18 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
 
-        model.eval()
+        common.sync_buffers(net)
+        net.eval()
         meter = common.Meter(device)
         with torch.no_grad():
-            for inputs, targets in val_loader:
+            for batch in val_loader:  # by the bare network: ranks have unequal numbers of batches
+                inputs, targets = common.to_device(batch, device)
                 meter.add(error=(net(inputs) - targets).abs().squeeze(1))
         mean = meter.mean()
         common.print0(f"epoch {epoch + 1}: error {mean['error']:.12f} ({mean['count']} samples)")
         if rank == 0:
-            state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-            common.save_checkpoint(state, args.file)
+            checkpoint = {name: part.state_dict() for name, part in parts.items()}
+            common.save_checkpoint(checkpoint | {"epoch": epoch + 1}, args.file)
     dist.barrier()
     del model  # DDP uses the group, so it goes first
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
-from machinery.options import EVALUATED, MAY_CHANGE, keys, refuse
+from machinery.options import EVALUATED, MAY_CHANGE, TASK, keys, refuse
 from machinery.processes import at_end, attempt
 
 # ------------------------------------------------------------------------- finding the checkpoint
@@ -28,7 +28,8 @@ def output_directory(args: argparse.Namespace) -> Path:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id == "none":
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return Path(args.output_dir or f"runs/{args.dataset}-{args.model}-{run_id}")
+    name = f"{args.dataset}-{args.model}" if args.task == TASK else Path(args.task).stem
+    return Path(args.output_dir or f"runs/{name}-{run_id}")
 
 
 def find_checkpoint(
@@ -136,7 +137,7 @@ class RunFiles:
         print(f"output directory: {self.directory}", flush=True)
 
     def go_on(self) -> None:
-        """Leave nothing later than the checkpoint: a later start would go on from it."""
+        """Remove what is later than the checkpoint: the run will make it again."""
         last, checkpoint = self.directory / "last.pt", self.checkpoint
         if checkpoint and self.path.resolve() != last.resolve():  # last.pt may also be damaged
             save_checkpoint(checkpoint, last)

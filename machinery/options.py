@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import OPTIMIZERS, SCHEDULES, UsageError
+from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError
 from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 
@@ -126,7 +126,7 @@ flag("--balanced", NONE, "draw samples with replacement, from each class equally
 option("--image-size", number(int, 8), "N", None, EVALUATED,
        "side of the square images of imagefolder and synthetic")
 option("--workers", whole, "N", None, FREE,
-       "loader processes per device (default: 0 for data in memory, else its cores)")
+       "loader processes per device (default: 0 for data in memory, else its cores, at most 8)")
 
 group("model")
 option("--model", filled, "NAME", "digitnet", EVALUATED,
@@ -322,7 +322,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(both, f"--amp {args.amp} is half precision and --dtype float64 double; leave one out")
     missing = schedule == "step" and not steps
     refuse(missing, "--schedule step needs --step-epochs, when the rate drops, as 15 25")
-    unused = steps and schedule not in ("step", "cyclic")
+    unused = steps and schedule not in USE_MARKS
     refuse(unused, f"{marks} has no effect on --schedule {schedule}; use step or cyclic")
     too_many = schedule == "cyclic" and len(steps) > 1
     refuse(too_many, f"{marks}: --schedule cyclic takes one number, the length of a cycle")

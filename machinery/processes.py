@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common import UsageError
+from sampling import own_cores
 
 # They stop a run at the next step; after saving it ends with this exit code.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
@@ -38,7 +39,7 @@ RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "
     "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
 )
-_ends_with_run = False  # whether this process was started for the run alone
+_ends_with_run = False  # True under `python train_ddp.py`, False where a notebook calls main
 at_end = contextlib.ExitStack()  # puts back, after a run, what it changed in its process
 SETTINGS = [  # of a process, that a run changes: how to read them and how to put them back
     (random.getstate, random.setstate),
@@ -120,9 +121,7 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
-        cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes)
-        torch.set_num_threads(max(1, cores))
+        torch.set_num_threads(own_cores())
     if device_type == "cpu":
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32

@@ -62,7 +62,8 @@ class State:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
         for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
-            group["fused"] = now["fused"]  # it belongs to the device, which may be another one
+            if "fused" in now:  # it belongs to the device, which may be another one
+                group["fused"] = now["fused"]
         self.net.load_state_dict(checkpoint["model"])
         for name in ("optimizer", "scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])
@@ -139,7 +140,8 @@ class Run:
             done = state.epoch + (state.step == self.steps_per_epoch)
             later = state.average.n_averaged > common.swa_epochs(epochs, done)
             if self.args.average == "swa" and later and not self.args.eval_only:
-                state.average.n_averaged.zero_()  # with more --epochs it begins later
+                # With more --epochs the last quarter begins later: drop what was averaged too soon.
+                state.average.n_averaged.zero_()
             where = f"at epoch {state.epoch + 1}, step {state.step}"
             if state.epoch >= epochs:
                 where = f"after all {epochs} epochs; more would go on"
@@ -273,7 +275,7 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
         state, args = self.state, self.args
-        score = next(value for name, value in metrics.items() if name != "loss")
+        _, score, *_ = metrics.values()  # after the loss comes the task's first metric
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         earlier, names = state.best, []
@@ -281,6 +283,7 @@ class Run:
             state.best, names = score, ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
+        # After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:

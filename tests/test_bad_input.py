@@ -485,7 +485,7 @@ CASES = [
         "single",
         1,
         "--model resnet18",
-        "--task TASK: the model of build_model: RuntimeError: Given groups=1",
+        "--model resnet18 takes 3 channels, --dataset digits has 1; use digitnet or resnet9",
     ),
     *[
         ("single", 1, f"--task TMP/{name}.py", f"--task TMP/{name}.py: {message}")
@@ -806,7 +806,7 @@ def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
         common.UsageError,
         match=r"build_model with --weights default, line \d+: OSError: no network",
     ):
-        check("single", 1, "--weights", "default", "--model", "resnet18")
+        check("single", 1, "--weights=default", "--model=resnet18", "--dataset=synthetic")
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "spawn"])

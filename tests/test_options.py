@@ -168,6 +168,8 @@ def test_folder_of_a_run_without_a_name(monkeypatch):
     for run_id, unique in (("none", str(os.getpid())), ("job-7", "job-7")):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
         assert machinery.files.output_directory(args).name.endswith(f"-{unique}")
+    args.task = "somewhere/flowers.py"
+    assert machinery.files.output_directory(args).name == "flowers-job-7"
     args.output_dir = "here"
     assert machinery.files.output_directory(args) == Path("here")
 

@@ -178,7 +178,7 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     path, found = find(make_args("ddp", *BASE), 203)
     assert found["global_step"] == 6 and path.parts[-3:] == (
         "runs",
-        "digits-digitnet-one",
+        "pit_models-one",
         "last.pt",
     )
 
@@ -565,3 +565,15 @@ def test_second_run_in_one_folder_is_refused(tmp_path):
     result = train("single", 1, *SMALL, folder=tmp_path, patch=start_another_run_in(tmp_path))
     assert result.code == 0, result.err
     assert "second run: 2" in result.out and "another run is writing there" in result.err
+
+
+def test_state_of_an_optimizer_that_cannot_be_fused_is_restored(tmp_path):
+    """A reader adds an optimizer: its parameter groups have no entry `fused`."""
+    state = make_run(tmp_path).state
+    state.optimizer = torch.optim.Rprop(state.net.parameters(), lr=0.5)
+    state.optimizer.param_groups[0]["initial_lr"] = 0.5
+    checkpoint = copy.deepcopy(state.checkpoint())
+    for parameter in state.net.parameters():
+        parameter.data.fill_(3)
+    state.restore(checkpoint)
+    assert torch.equal(state.net.weight, checkpoint["model"]["weight"])

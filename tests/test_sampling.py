@@ -241,10 +241,10 @@ def test_evaluation_batches_occupy_eight_ranks(length, batch_size, largest):
 
 
 @pytest.mark.parametrize(
-    ("threads", "device", "workers"),
+    ("cores", "device", "workers"),
     [(20, "cpu", 8), (3, "cpu", 3), (8, "cuda", 8)],
 )
-def test_loader_has_a_worker_for_each_core_and_pins(threads, device, workers, monkeypatch):
+def test_loader_has_a_worker_for_each_core_and_pins(cores, device, workers, monkeypatch):
     told = []
 
     class Loader:
@@ -259,7 +259,9 @@ def test_loader_has_a_worker_for_each_core_and_pins(threads, device, workers, mo
             raise StopIteration
 
     monkeypatch.setattr(sampling, "DataLoader", Loader)
-    monkeypatch.setattr(sampling.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(sampling.os, "sched_getaffinity", lambda _: range(2 * cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun sets it
     monkeypatch.setattr(sampling.multiprocessing.util, "Finalize", lambda *_, **__: None)
     loader_of(make_args(), [0, 1], make_sampler(40, 4), torch.device(device))
     (settings,) = told

@@ -209,10 +209,13 @@ def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
         "    return build(args)\n"
     )
     environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
-    task = ["--task", str(tmp_path / "task.py")]
+    task = ["--task", str(tmp_path / "task.py"), "--workers", "1"]
     with Launch(LAUNCHES["ddp"], tmp_path, *task, **environment) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
-        os.kill(launch.ranks()[1], signal.SIGUSR2)
+        rank = launch.ranks()[1]
+        for worker in launch.workers():
+            os.kill(worker, signal.SIGUSR2)  # which is not for it: it neither ends nor prints
+        os.kill(rank, signal.SIGUSR2)
         ends = ("in <module>", "restart 1")  # restart: the signal was the end of the rank
         launch.wait_until(lambda: launch.errors().rstrip().endswith(ends))
         stacks = launch.errors()
@@ -224,7 +227,8 @@ def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
             )
             >= 2
         )
-        assert re.search(r'File ".*/train_ddp.py", line \d+ in main$', stacks, re.MULTILINE), stacks
+        mains = re.findall(r'File ".*/train_ddp.py", line \d+ in main$', stacks, re.MULTILINE)
+        assert len(mains) == 1, stacks
         assert re.search(r'File ".*/task.py", line \d+ in wait_here$', stacks, re.MULTILINE), (
             "of all its threads"
         )

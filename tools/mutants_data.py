@@ -76,7 +76,7 @@ mutant("data: a broken image in a batch ends the run", "sampling",
        "test_broken_image_is_named_or_replaced_in_a_whole_batch_too")
 mutant("wrapped: names that are passed on count", "sampling", 'getattr(type(dataset), "whole_batches", False)',
        'getattr(dataset, "whole_batches", False)', "test_wrapper_that_passes_names_on_is_asked_itself")
-mutant("evaluation: ranks draw alike", "sampling", "i * get_world_size() + rank)  # no", "i)  # no",
+mutant("evaluation: ranks draw alike", "sampling", "i * world_size + rank)  # no", "i)  # no",
        f"{NOISE}_is_the_same_in_every_mode[ddp-2]")
 mutant("evaluation: seeds of training", "sampling", "seed_rng(seed, -1, i *", "seed_rng(seed, 0, i *",
        "test_seeds_of_an_evaluation_are_no_seeds_of_training")
@@ -88,7 +88,7 @@ mutant("evaluation: one rank has it all", "sampling", "min(batch_size, math.ceil
 for generator in ("random.seed(bits)", "np.random.seed(bits % 2**32)", "torch.default_generator.manual_seed(bits)"):
     mutant(f"seeds: without {generator}", "sampling", f"    {generator}\n", "", "test_seeds_of_an_evaluation_are_no_seeds_of_training")
 mutant("evaluation: one seed for all batches", "sampling",
-       "seed_rng(seed, -1, i * get_world_size() + rank)",
+       "seed_rng(seed, -1, i * world_size + rank)",
        "seed_rng(seed, -1, rank)",
        "test_seeds_of_an_evaluation_are_no_seeds_of_training", "test_evaluation_repeats_what_it_draws")
 mutant("evaluation: larger batches", "sampling",
@@ -104,11 +104,11 @@ mutant("evaluation: an eighth, rounded down", "sampling",
        "max(1, length // 8)",
        "test_evaluation_batches_occupy_eight_ranks")
 mutant("loader: sixteen workers", "sampling",
-       "min(8, torch.get_num_threads())",
-       "min(16, torch.get_num_threads())",
+       "min(8, own_cores())",
+       "min(16, own_cores())",
        "test_loader_has_a_worker_for_each_core_and_pins")
 mutant("loader: one worker", "sampling",
-       "min(8, torch.get_num_threads())",
+       "min(8, own_cores())",
        "1",
        "test_loader_has_a_worker_for_each_core_and_pins")
 mutant("loader: nothing is pinned", "sampling",
@@ -249,3 +249,9 @@ mutant("task: digits not shifted", "task",
        "labels[:1437], shift=1)",
        "labels[:1437], shift=0)",
        "test_digits_are_shifted_by_one_pixel_in_training")
+mutant("loader: workers print stacks too", "sampling", "signal.SIGUSR1, signal.SIGUSR2):", "signal.SIGUSR1):",
+       "test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on")
+mutant("model: one channel for three", "task", "    if channels != 3:\n", "    if False:\n",
+       "test_bad_input_is_refused_by_name[single-1 --model resnet18]")
+mutant("loader: as many workers as threads", "sampling", "min(8, own_cores())", "min(8, torch.get_num_threads())",
+       "test_loader_has_a_worker_for_each_core_and_pins")

@@ -206,7 +206,7 @@ mutant("slurm: one port for all jobs", "machinery/rendezvous",
 
 mutant("devices: the first one for all", "machinery/processes", "torch.accelerator.set_device_index(index)",
        "torch.accelerator.set_device_index(0)", "test_pitfall_17_device_is_chosen_before_anything_else")
-mutant("devices: all cores for every process", "machinery/processes", " // processes", "",
+mutant("devices: all cores for every process", "sampling", " // processes", "",
        "test_pitfall_38_workers_stay_and_cores_are_divided")
 mutant("devices: --deterministic ignored", "machinery/processes", "torch.use_deterministic_algorithms(deterministic)",
        "torch.use_deterministic_algorithms(False)", "test_deterministic_is_handed_to_torch")
@@ -249,7 +249,7 @@ mutant("end: all ranks say why", "machinery/processes", 'if os.environ.get("LOCA
        "test_checkpoint_of_other_data_or_another_model_is_refused")
 mutant("end: the code of a stop is not said", "machinery/processes", "{reason} (exit code {code})", "{reason}",
        "test_run_ends_with_the_code_of_the_stronger_signal")
-mutant("slurm: cores of other jobs", "machinery/processes", 'int(os.environ.get("SLURM_CPUS_ON_NODE", cores))', "cores",
+mutant("slurm: cores of other jobs", "sampling", 'int(os.environ.get("SLURM_CPUS_ON_NODE", cores))', "cores",
        "test_pitfall_38_workers_stay_and_cores_are_divided")
 mutant("launch: sys.exit(0) of a task is success", "machinery/processes", "        if code is None:\n", "        if False:\n",
        "test_task_that_leaves_by_sys_exit_is_no_success[ddp-2]")

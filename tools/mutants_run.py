@@ -160,8 +160,7 @@ TIES = "test_the_first_of_equal_scores_stays_the_best"
 mutant("best: the last of equal scores", "machinery/run", "or score > state.best)\n", "or score >= state.best)\n", TIES)
 mutant("best: infinity", "machinery/run", "math.isfinite(score) and (state", "not math.isnan(score) and (state", TIES)
 mutant("best: zero is no score", "machinery/run", "(state.best is None or score", "(not state.best or score", TIES)
-mutant("best: by the metric before the loss", "machinery/run", 'for name, value in metrics.items() if name != "loss")\n        self.log',
-       "for name, value in metrics.items())\n        self.log", "test_first_metric_that_is_no_loss_decides")
+mutant("best: by the loss", "machinery/run", "_, score, *_ = metrics", "score, *_ = metrics", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
@@ -301,8 +300,8 @@ mutant("folder: without the process", "machinery/files",
        "{time.strftime('%Y%m%d-%H%M%S')}",
        "test_folder_of_a_run_without_a_name")
 mutant("folder: without the model", "machinery/files",
-       'f"runs/{args.dataset}-{args.model}-{run_id}"',
-       'f"runs/{args.dataset}-{run_id}"',
+       'f"{args.dataset}-{args.model}" if args',
+       'f"{args.dataset}" if args',
        "test_folder_of_a_run_without_a_name")
 mutant("resume: a checkpoint that does not fit takes the place of last.pt", "machinery/run",
        "                state.restore(checkpoint)\n",
@@ -311,3 +310,7 @@ mutant("resume: a checkpoint that does not fit takes the place of last.pt", "mac
 mutant("load: parts may be missing", "common", "if missing :=", "if missing := \"\" and", "test_checkpoint_lacks_nothing")
 mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0 and not args.eval_only", "attempt() > 0",
        "test_restarted_process_goes_on_or_begins_anew")
+mutant("folder: a task of one's own is called digits", "machinery/files", 'if args.task == TASK else Path(args.task).stem', "",
+       "test_folder_of_a_run_without_a_name")
+mutant("resume: every optimizer can be fused", "machinery/run", 'if "fused" in now:', "if True:",
+       "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
