@@ -75,7 +75,7 @@ def broadcast_object(value: Any) -> Any:
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    DDP broadcasts buffers only in the next training forward, too late for an evaluation.
+    DDP does so in the next forward through its wrapper, too late for an evaluation of `net`.
     Raises RuntimeError if a checksum of a parameter differs between the ranks.
     """
     if not dist.is_initialized():
@@ -105,8 +105,8 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
     """
     device = next(model.parameters()).device
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    two = 0, [0, 0]  # of epoch 0 the first sample, twice: BatchNorm needs two
-    inputs, targets = to_device(loader.dataset.__getitems__(two), device)
+    epoch, indices = 0, [0, 0]  # BatchNorm needs two samples
+    inputs, targets = to_device(loader.dataset.__getitems__((epoch, indices)), device)
     train_mode(model)
     with autocast(device, amp):
         losses = loss(model(inputs), targets)
@@ -191,18 +191,21 @@ def autocast(device: torch.device, amp: str) -> torch.autocast:
 
 
 def freeze(net: nn.Module, patterns: list[str]) -> None:
-    """Stop the training of the parameters whose names match one of the patterns.
+    """Stop the training of the parameters whose names match a pattern; "!head.*" leaves some out.
 
-    Raises UsageError if a pattern matches nothing, or if nothing is left to train.
+    Of several patterns that match a name the last one decides. Raises UsageError if a pattern
+    matches nothing, or if nothing is left to train.
     """
     parameters = dict(net.named_parameters())
+    chosen: set[str] = set()
     for pattern in patterns:
-        matched = fnmatch.filter(parameters, pattern)
+        matched = {*fnmatch.filter(parameters, pattern.removeprefix("!"))}
         if not matched:
             names = ", ".join(parameters)
             raise UsageError(f"--freeze {pattern}: no parameter has such a name; there are {names}")
-        for name in matched:
-            parameters[name].requires_grad_(False)
+        chosen = chosen - matched if pattern.startswith("!") else chosen | matched
+    for name in chosen:
+        parameters[name].requires_grad_(False)
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     if frozen == len(parameters):
         raise UsageError(f"--freeze {' '.join(patterns)}: nothing is left to train")
@@ -250,18 +253,19 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     `weights` is a state dict or a checkpoint that holds one. If it holds an average of the
     weights, that is loaded: it is what was evaluated. Raises UsageError if nothing fits.
     """
-    own, given = net.state_dict(), {}
+    own = net.state_dict()
     weights = weights if isinstance(weights, dict) else {}
     average = weights.get("average")
     if isinstance(average, dict) and average.get("n_averaged", 0) > 0:
         weights = {name: value for name, value in average.items() if name != "n_averaged"}
-    for part in ("state_dict", "model"):
+    for part in ("ema", "weights", "state_dict", "model_state_dict", "model"):
         weights = weights[part] if isinstance(weights.get(part), dict) else weights
-    for name, value in weights.items():
-        name = str(name)
-        while name not in own and name.startswith(("module.", "_orig_mod.")):  # DDP, compile
-            name = name.partition(".")[2]
-        given[name] = value
+
+    def plain(name: str) -> str:  # DDP and compile add to names, also of a part of the model
+        return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+    names = {plain(name): name for name in own}
+    given = {names.get(plain(str(name)), str(name)): value for name, value in weights.items()}
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -312,36 +316,40 @@ def build_optimizer(
     return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, fused=fused)
 
 
-def scale_lr(lr: float, rule: str, devices: int | None = None) -> float:
-    """Return the peak learning rate for so many devices, by default one per rank."""
+def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:
+    """Scale the learning rates for so many devices, by default one per rank."""
     devices = devices or get_world_size()
-    return lr * {"none": 1, "linear": devices, "sqrt": math.sqrt(devices)}[rule]
+    for group in optimizer.param_groups:
+        group["lr"] *= {"none": 1, "linear": devices, "sqrt": math.sqrt(devices)}[rule]
 
 
-# A schedule returns learning rate / peak at a step from `start`, the end of the warm-up, to `end`.
-# `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle. `gamma` is
-# --step-gamma: the factor of a drop, or lowest / highest rate of a cycle.
+# A schedule returns learning rate / peak at a global step from `start`, where the warm-up ends, to
+# `end`, where the run ends.
+# `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle. `low` is the
+# factor of a drop, lowest / highest rate of a cycle (both --step-gamma), or last / highest rate
+# (--final-lr).
 
 
-def constant(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
+def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
     return 1.0
 
 
-def cosine(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
-    return (1 + math.cos(math.pi * min(1.0, (step - start) / max(1, end - start)))) / 2
+def cosine(step: int, start: int, end: int, marks: list[int], low: float) -> float:
+    done = min(1.0, (step - start) / max(1, end - start))
+    return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
 
 
-def multi_step(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
-    return gamma ** bisect.bisect_right(marks, step)
+def multi_step(step: int, start: int, end: int, marks: list[int], low: float) -> float:
+    return low ** bisect.bisect_right(marks, step)
 
 
-def cyclic(step: int, start: int, end: int, marks: list[int], gamma: float) -> float:
-    """Rise from gamma to 1 and fall back, again and again (Smith, arXiv:1506.01186)."""
+def cyclic(step: int, start: int, end: int, marks: list[int], low: float) -> float:
+    """Rise from `low` to 1 and fall back, again and again (Smith, arXiv:1506.01186)."""
     cycle = marks[0] if marks else max(1, end - start)
-    return gamma + (1 - gamma) * (1 - abs(2 * ((step - start) % cycle) / cycle - 1))
+    return low + (1 - low) * (1 - abs(2 * ((step - start) % cycle) / cycle - 1))
 
 
-USE_MARKS = {"step", "cyclic"}
+USE_MARKS = ["step", "cyclic"]  # the others refuse --step-epochs
 SCHEDULES = {"constant": constant, "cosine": cosine, "step": multi_step, "cyclic": cyclic}
 
 
@@ -353,6 +361,7 @@ def lr_factor(
     warmup_epochs: float,
     step_epochs: list[int],
     step_gamma: float,
+    final_lr: float,
 ) -> float:
     """Return learning rate / peak for a global step.
 
@@ -361,7 +370,8 @@ def lr_factor(
     """
     start, end = round(warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
     marks = sorted(epoch * steps_per_epoch for epoch in step_epochs)
-    factor = SCHEDULES[schedule](max(step, start), start, end, marks, step_gamma)
+    low = final_lr if schedule == "cosine" else step_gamma
+    factor = SCHEDULES[schedule](max(step, start), start, end, marks, low)
     return factor * (step + 1) / start if step < start else factor
 
 
@@ -388,7 +398,8 @@ class StepGuard(torch.amp.GradScaler):
     overrides a private method of torch's class, tested with torch 2.8 and 2.15.
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps since the last log
-    line; `in_a_row` counts consecutive ones, up to 10. All stay on the device.
+    line; `in_a_row` counts consecutive ones. At 10 it stays, so that a look every tenth step
+    cannot miss it. All stay on the device.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
@@ -462,9 +473,9 @@ class NoAverage:
 
 
 class WeightAverage(AveragedModel):
-    """An average of the parameters; every other buffer is a copy of the network's.
+    """An average of the parameters; every buffer that is not averaged is a copy.
 
-    kind "ema": exponential over steps, decay 0.99, of BatchNorm's statistics too.
+    kind "ema": exponential over steps, decay 0.99, also of BatchNorm's statistics.
     kind "swa": mean over the ends of the last quarter of the epochs; see update_bn.
 
     `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN,
@@ -515,7 +526,7 @@ def build_average(kind: str, net: nn.Module, epochs: int) -> WeightAverage | NoA
 
 
 @torch.no_grad()
-def update_bn(model: nn.Module, inputs: Iterable[Any], autocast: torch.autocast) -> None:
+def update_bn(model: nn.Module, inputs: Iterable[Any], context: torch.autocast) -> None:
     """Recompute BatchNorm's statistics as their mean over the given inputs.
 
     Averaged weights (SWA) need it: no network ever ran with them in training mode. An input
@@ -532,7 +543,7 @@ def update_bn(model: nn.Module, inputs: Iterable[Any], autocast: torch.autocast)
     buffers = [buffer for norm in norms for buffer in norm.buffers()]
     for value in inputs:
         before = [buffer.clone() for buffer in buffers]
-        with autocast:
+        with context:
             model(value)
         finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
         for buffer, old in zip(buffers, before):

@@ -94,8 +94,9 @@ def _accelerator() -> Any:
 class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
-    Yields (epoch, indices). Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged
-    tail is dropped, so an epoch has length // B steps at any world size.
+    Yields (epoch, indices): workers live for the whole run, and learn the epoch with each batch.
+    Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
+    epoch has length // B steps at any world size.
 
     With accumulation each micro-batch is cut among the ranks: together they hold the micro-batch
     of a single device. `balanced` draws an epoch with replacement instead, each class of
@@ -121,6 +122,10 @@ class GlobalBatchSampler(Sampler):
             raise UsageError(f"{problem}: an epoch would be empty")
         self.batch_size, self.seed, self.accum_steps = batch_size, seed, accum_steps
         self.rank, self.world_size = rank, world_size
+        least = world_size * accum_steps
+        if batch_size < least:
+            problem = f"cannot be cut into {world_size} ranks x {accum_steps} micro-batches"
+            raise UsageError(f"--batch-size {batch_size} {problem}; it must be at least {least}")
         self.steps_per_epoch = length // batch_size
         self.epoch = self.step = 0
         self.balanced = balanced
@@ -174,7 +179,7 @@ class ShardSampler(Sampler):
 
     Yields (0, indices): as in epoch 0, so a sample draws the same in each evaluation. All ranks
     together see every sample exactly once: nothing is padded. The batches are the same at every
-    world size. A batch has at most an eighth of the set, so that eight ranks have work.
+    world size. A batch has at most an eighth of the set, so that several ranks have work.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
@@ -196,6 +201,7 @@ class ShardSampler(Sampler):
 
 def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
+    # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
 
@@ -270,7 +276,7 @@ def build_loader(
         keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, **options
     )
     if workers:
-        processes = iter(loader)._workers
+        processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.15
         # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
         multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
         sampler.begun = True

@@ -22,7 +22,7 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
-    for batch in run.batches(loader):
+    for batch in run.batches(loader):  # sets the sampler's epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):
@@ -36,7 +36,7 @@ def train_one_epoch(
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
-        state.average.after_step(state.net)  # of --average ema
+        state.average.after_step(state.net)  # for --average ema
         run.end_step(state.scaler.norm)
 
 
@@ -74,24 +74,23 @@ def main(argv: list[str] | None = None) -> int:
     val_loader = build_loader(val_set, val_sampler, device, *loading)
 
     net = build_net(args, task, device)
-    lr = common.scale_lr(args.lr, args.scale_lr, args.replicas)
-    optimizer = common.build_optimizer(
-        net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
-    )
-    schedule = args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
-    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule)
+    optimizer = task.build_optimizer(args, net)
+    common.scale_lr(optimizer, args.scale_lr, args.replicas)
+    schedule = args.schedule, args.epochs, args.warmup_epochs
+    shape = args.step_epochs, args.step_gamma, args.final_lr
+    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule, *shape)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
     run = Run(args, state, train_sampler, len(val_set), device)  # compares the ranks' options
-    run.resume()  # loads the checkpoint of --resume, if it is given
+    run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = WithLoss(net, task.per_sample_loss, device, args.amp)
     model = data_parallel(model, args.replicas, device)  # copies the model in every step
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        average.after_epoch(net, state.epoch)  # of --average swa
+        average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
         eval_model = run.eval_model(train_loader)  # the bare network, or its average
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1

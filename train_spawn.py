@@ -27,10 +27,10 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
-    for batch in run.batches(loader):
+    for batch in run.batches(loader):  # sets the sampler's epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             model.require_backward_grad_sync = i == args.accum_steps - 1  # one all-reduce per step
-            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # other dropout masks
+            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 losses = task.per_sample_loss(model(inputs), targets)
             # DDP averages over ranks; this factor makes it the mean over the global batch.
@@ -43,7 +43,7 @@ def train_one_epoch(
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
-        state.average.after_step(state.net)  # of --average ema
+        state.average.after_step(state.net)  # for --average ema
         run.end_step(state.scaler.norm)
 
 
@@ -83,17 +83,16 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     dist.init_process_group(backend(device), init_method, timeout(args.timeout), world_size, rank)
     net = build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
-    lr = common.scale_lr(args.lr, args.scale_lr)
-    optimizer = common.build_optimizer(
-        net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
-    )
-    schedule = args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
-    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule)
+    optimizer = task.build_optimizer(args, net)
+    common.scale_lr(optimizer, args.scale_lr)
+    schedule = args.schedule, args.epochs, args.warmup_epochs
+    shape = args.step_epochs, args.step_gamma, args.final_lr
+    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule, *shape)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
     run = Run(args, state, train_sampler, len(val_set), device)  # compares the ranks' options
-    run.resume()  # loads the checkpoint of --resume, if it is given
+    run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = DistributedDataParallel(
         net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
@@ -105,8 +104,8 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        common.sync_buffers(net)  # rank 0's BatchNorm statistics; DDP sends them only in training
-        average.after_epoch(net, state.epoch)  # of --average swa
+        common.sync_buffers(net)  # rank 0's BatchNorm statistics, for all
+        average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
         eval_model = run.eval_model(train_loader)  # the bare network, or its average
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1

@@ -64,7 +64,7 @@ def main() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double().to(device)
     optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0, nesterov=False)
-    schedule = "cosine", args.epochs, 0.5, [], 0.1  # name, epochs, warm-up, marks, gamma
+    schedule = "cosine", args.epochs, 0.5, [], 0.1, 0.0  # as the parameters of common.lr_factor
     scheduler = common.build_scheduler(optimizer, sampler.steps_per_epoch, *schedule)
     guard = common.StepGuard("off", device, net)
     parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "guard": guard}

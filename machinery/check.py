@@ -69,9 +69,12 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
     silent = contextlib.redirect_stdout(io.StringIO())  # the run prints it
     with silent, blame(f"--task {args.task}: build_model{default}", args.task):
         net = build_net(args, task, torch.device("cpu"))
-    with blame(f"--optimizer {args.optimizer}"):
-        settings = args.lr, args.momentum, args.weight_decay, args.nesterov
-        common.build_optimizer(net, args.optimizer, *settings)
+    where = f"--task {args.task}: build_optimizer"
+    with blame(where, args.task):
+        optimizer = task.build_optimizer(args, net)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            found = type(optimizer).__name__
+            raise UsageError(f"{where} must return an optimizer of torch.optim, got {found}")
     with blame(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, length)
     if checkpoint:
@@ -129,4 +132,7 @@ def check_samples(
         if not metrics or RESERVED & metrics.keys():
             wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
             raise UsageError(f"{where} must return {wanted}; got {metrics}")
+        if args.best not in (None, "loss", *metrics):
+            names = ", ".join(metrics)
+            raise UsageError(f"--best {args.best}: the task has no such metric; use loss, {names}")
         meter.add(loss=losses, **metrics)

@@ -35,7 +35,7 @@ def output_directory(args: argparse.Namespace) -> Path:
 def find_checkpoint(
     args: argparse.Namespace, samples: int
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the checkpoint of --resume and its path; (None, None) if a new run begins.
+    """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
 
     `samples` is the length of the training set. Raises UsageError if the file is damaged, or
     belongs to another run.
@@ -52,7 +52,8 @@ def find_checkpoint(
             problem = f"no last.pt in {directory}, but {others[0].name}"
             raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
     if not path:
-        refuse(args.eval_only, f"--resume auto: no checkpoint in {directory} to evaluate")
+        nothing = args.eval_only and not args.weights
+        refuse(nothing, f"--resume auto: no checkpoint in {directory} to evaluate")
         return None, None
     checkpoint = load_checkpoint(path)
     check_config(args, checkpoint["config"], path)
@@ -114,22 +115,24 @@ class RunFiles:
         infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
         self.by_design = {name: tensors[name].cpu().clone() for name in infinite}
         directory.mkdir(parents=True, exist_ok=True)
-        alone = args.eval_only and any(directory.glob("*.pt"))  # it must not change a run's log
-        name = os.devnull if alone else directory / "metrics.jsonl"
+        # --eval-only in the directory of a run leaves its log as it is.
+        only_reads = args.eval_only and any(directory.glob("*.pt"))
+        name = os.devnull if only_reads else directory / "metrics.jsonl"
         self.log = open(name, "a+", errors="replace")  # noqa: SIM115
         log = weakref.ref(self.log)  # an exception that a notebook keeps would keep it open, locked
         at_end.callback(lambda: log() and log().close())
         try:
-            if not alone:
+            if not only_reads:
                 fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             problem = "another run is writing there; choose another directory"
             raise UsageError(f"--output-dir {directory}: {problem}") from error
         path, self.checkpoint = find_checkpoint(args, samples)
-        self.path, best = path, self.checkpoint and self.checkpoint["best"]
+        self.path = path
+        best = self.checkpoint["best"] if self.checkpoint else None
         if best is not None and not args.eval_only and not self._has_best(path, best):
             self.checkpoint["best"] = None  # the next evaluation writes best.pt
-        if args.tensorboard and not alone:
+        if args.tensorboard and not only_reads:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = self.checkpoint["global_step"] + 1 if self.checkpoint else None

@@ -35,7 +35,7 @@ from machinery.processes import FAILED, LOST, SIGNALS, handle_signals, run_main,
 from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
 from sampling import end_with_parent
 
-RESTARTS = 3  # after a failure, on one machine; several would have to agree on them
+RESTARTS = 3  # after a failure, on one machine; between several nobody coordinates a restart
 GRACE = 10  # seconds that the other ranks have after a failure: they may hang
 ON_PURPOSE = {2, 3, 130, 143}  # exit codes of a rank that has told why it ends
 
@@ -43,8 +43,8 @@ ON_PURPOSE = {2, 3, 130, 143}  # exit codes of a rank that has told why it ends
 def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, str]:
     """Wait for the ranks of this machine, and hand signals on to them.
 
-    `processes` are of subprocess or multiprocessing; signals are added to `received`. Returns the
-    exit code of the run, and the cause of a failure if no rank has told it.
+    `processes` are of subprocess or multiprocessing; signals are added to `received`. Returns what
+    `diagnose` returns.
     """
 
     def codes() -> list[int | None]:
@@ -53,8 +53,9 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
     def send(number: int, frame: Any = None) -> None:
         received.append(number)
         for process, code in zip(processes, codes()):
-            if code is None:
-                os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                if code is None:
+                    os.kill(process.pid, number)
 
     handle_signals(send)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -70,6 +71,14 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
         if code is None:
             process.kill()
             process.wait() if hasattr(process, "wait") else process.join()
+    return diagnose(ended, nnodes, received)
+
+
+def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple[int, str]:
+    """Return the exit code of the run, and the cause of a failure if no rank has told it.
+
+    `ended` has the exit code of each rank; None: it had to be killed.
+    """
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:
         return purpose[0], ""
@@ -185,9 +194,11 @@ def main() -> int:
         for attempt in range(RESTARTS + 1):
             code, cause = wait_for(start(argv, devices, args, attempt), args.nnodes, received)
             written = last.exists() and last.stat().st_mtime_ns != before
+            # Without a checkpoint of this run the same would happen again.
             useful = written or (before and args.resume == "auto")
-            if code != 1 or received or attempt == RESTARTS or args.nnodes > 1 or not useful:
-                break  # without a checkpoint of this run the same would happen again
+            again = useful and attempt < RESTARTS and args.nnodes == 1
+            if code != 1 or received or not again:
+                break
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
         tell(cause)
     return code

@@ -134,7 +134,8 @@ option("--model", filled, "NAME", "digitnet", EVALUATED,
 option("--weights", filled, "FILE|default", None, FREE,
        "start from the tensors in FILE that fit; default: torchvision's for --model")
 option("--freeze", filled, "PATTERN", [], EVALUATED,
-       "do not train the parameters with these names, as 'conv*'", nargs="+")
+       "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
+       nargs="+")
 option("--task", filled, "FILE.py", TASK, EVALUATED | PER_NODE, "the problem to train on")
 
 group("optimization")
@@ -155,6 +156,7 @@ option("--step-epochs", positive, "N", [], NONE,
        "step: epochs of the drops; cyclic: length of a cycle", nargs="+")
 option("--step-gamma", share, "X", 0.1, NONE,
        "step: factor of a drop; cyclic: lowest / highest rate")
+option("--final-lr", share, "FRACTION", 0.0, NONE, "cosine: last / highest rate")
 option("--scale-lr", ["none", "linear", "sqrt"], None, "none", NONE,
        "multiply --lr by the world size, or its root")
 option("--clip-grad-norm", number(float, 1e-12), "X", None, NONE,
@@ -195,6 +197,8 @@ option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
 group("run")
+option("--best", filled, "NAME", None, NONE,
+       "what decides best.pt: a metric (default: the first), or loss, whose lowest value is best")
 option("--seed", number(int, 0, 2**63 - 1), "N", 0, NONE,
        "of initial weights, order, augmentation, dropout")
 option("--output-dir", filled, "DIR", None, FREE,
@@ -205,7 +209,7 @@ option("--save-every", positive, "STEPS", None, MAY_CHANGE,
        "write last.pt this often, not only after each epoch")
 option("--keep-every", positive, "EPOCHS", None, MAY_CHANGE,
        "also keep the checkpoint of every N-th epoch")
-flag("--eval-only", MAY_CHANGE, "evaluate the checkpoint of --resume and end")
+flag("--eval-only", MAY_CHANGE, "evaluate what --resume or --weights names, and end")
 option("--log-every", positive, "STEPS", 50, MAY_CHANGE, "steps between two lines of the log")
 flag("--tensorboard", MAY_CHANGE, "also write the log for TensorBoard, into --output-dir")
 option("--device", str, "auto|cpu|cuda|...", "auto", FREE,
@@ -322,10 +326,12 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(both, f"--amp {args.amp} is half precision and --dtype float64 double; leave one out")
     missing = schedule == "step" and not steps
     refuse(missing, "--schedule step needs --step-epochs, when the rate drops, as 15 25")
-    unused = steps and schedule not in USE_MARKS
-    refuse(unused, f"{marks} has no effect on --schedule {schedule}; use step or cyclic")
+    unused, use = steps and schedule not in USE_MARKS, " or ".join(USE_MARKS)
+    refuse(unused, f"{marks} has no effect on --schedule {schedule}; use {use}")
     too_many = schedule == "cyclic" and len(steps) > 1
     refuse(too_many, f"{marks}: --schedule cyclic takes one number, the length of a cycle")
+    unused = args.final_lr > 0 and schedule != "cosine"
+    refuse(unused, f"--final-lr {args.final_lr} has no effect on --schedule {schedule}; use cosine")
     # A run of one epoch may cut the default.
     longer = args.epochs < warmup != usual.settings["default"]
     refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
@@ -358,8 +364,8 @@ def check_files(args: argparse.Namespace) -> None:
         check_file("--weights", args.weights)
     if args.resume not in (None, "auto"):
         check_file("--resume", args.resume)
-    missing = args.eval_only and not args.resume
-    refuse(missing, "--eval-only needs --resume FILE, the checkpoint to evaluate")
+    missing = args.eval_only and not args.resume and not args.weights
+    refuse(missing, "--eval-only needs --resume FILE or --weights FILE, what to evaluate")
     missing = args.resume == "auto" and not args.output_dir
     refuse(missing, "--resume auto needs --output-dir, the directory whose last.pt it looks for")
     if not args.output_dir:

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from common import UsageError
 from sampling import own_cores
 
-# They stop a run at the next step; after saving it ends with this exit code.
+# They stop a run at the next step; after saving it ends with this exit code. Of two the later in
+# this list wins.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
 # A rank raises this when another rank is gone. A lost connection of the task itself differs.
 LOST_CONNECTION = re.compile(
@@ -41,7 +42,7 @@ RENDEZVOUS_HINT = (
 )
 _ends_with_run = False  # True under `python train_ddp.py`, False where a notebook calls main
 at_end = contextlib.ExitStack()  # puts back, after a run, what it changed in its process
-SETTINGS = [  # of a process, that a run changes: how to read them and how to put them back
+SETTINGS = [  # what a run changes in its process: how to read it, how to put it back
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (torch.get_rng_state, torch.set_rng_state),
@@ -51,7 +52,7 @@ SETTINGS = [  # of a process, that a run changes: how to read them and how to pu
 
 
 class Stopped(Exception):
-    """Every rank ends at the same step, with this exit code; what is worth keeping was saved."""
+    """Every rank ends at the same step, with this exit code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code, reason)
@@ -152,7 +153,7 @@ def run_main(main: Callable[[], int]) -> int:
     except UsageError as error:
         tell(f"error: {error}")
         if dist.is_initialized():
-            leave(2)  # the other ranks do not know
+            leave(2)  # without a barrier: the other ranks do not know of the error
         return 2
     except Stopped as stop:
         code, reason = stop.code, stop.reason
@@ -182,7 +183,7 @@ def fail(error: BaseException) -> int:
     traceback.print_exception(error)
     tell(meaning)
     if lost:
-        return 1  # slowly: torchrun blames the rank that ends first
+        return 1  # by Python's slow way out: torchrun blames the rank that ends first
     leave(FAILED if launched else 1)
 
 

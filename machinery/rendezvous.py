@@ -22,7 +22,8 @@ from sampling import end_with_parent
 def ranks_from_env() -> tuple[int, int, int]:
     """Return (rank, local rank, world size) from the launcher's variables.
 
-    The process then ends with its launcher. Raises UsageError if there is no launcher.
+    Under srun parse_args has translated SLURM's. The process then ends with its launcher. Raises
+    UsageError if there is no launcher.
     """
     try:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -101,10 +101,10 @@ class StopSignal:
             tensor = torch.tensor(self.received)
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
             earlier, self.pending = self.pending, (work, tensor)
-            agreed = self.pending if wait else earlier
-            if agreed:
-                agreed[0].wait()
-            flag = int(agreed[1]) if agreed else 0
+            due = self.pending if wait else earlier
+            if due:
+                due[0].wait()
+            flag = int(due[1]) if due else 0
         return list(SIGNALS)[flag - 1] if flag else None
 
 
@@ -121,7 +121,7 @@ class Run:
     ) -> None:
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.steps_per_epoch, self.meter = sampler.steps_per_epoch, common.Meter(device)
-        self.files: RunFiles | None = None
+        self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stopping: signal.Signals | None = None
         self.refused = ""
         check_agreement(args, sampler.length, val_length, device)
@@ -275,11 +275,13 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
         state, args = self.state, self.args
-        _, score, *_ = metrics.values()  # after the loss comes the task's first metric
+        first = next(name for name in metrics if name != "loss")
+        score, sign = metrics[args.best or first], -1 if args.best == "loss" else 1
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         earlier, names = state.best, []
-        if math.isfinite(score) and (state.best is None or score > state.best):
+        higher = state.best is None or sign * score > sign * state.best
+        if math.isfinite(score) and higher:
             state.best, names = score, ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")

@@ -18,16 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import common
 from common import UsageError, freeze, load_weights, read_tensors
-
-
-class Task(NamedTuple):
-    """The four functions of a task; task.py says what each returns."""
-
-    build_datasets: Callable[[argparse.Namespace], tuple[Dataset, Dataset]]
-    build_model: Callable[[argparse.Namespace], nn.Module]
-    per_sample_loss: Callable[[Any, Any], Tensor]
-    per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
 
 
 @contextlib.contextmanager
@@ -51,6 +43,22 @@ def blame(where: str, path: str | None = None) -> Iterator[None]:
         raise UsageError(f"{where}{line}: {type(error).__name__}: {error}") from error
 
 
+def default_optimizer(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
+    with blame(f"--optimizer {args.optimizer}"):
+        settings = args.lr, args.momentum, args.weight_decay, args.nesterov
+        return common.build_optimizer(net, args.optimizer, *settings)
+
+
+class Task(NamedTuple):
+    """The functions of a task; task.py says what each returns."""
+
+    build_datasets: Callable[[argparse.Namespace], tuple[Dataset, Dataset]]
+    build_model: Callable[[argparse.Namespace], nn.Module]
+    per_sample_loss: Callable[[Any, Any], Tensor]
+    per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
+    build_optimizer: Callable[..., torch.optim.Optimizer] = default_optimizer
+
+
 def load_task(args: argparse.Namespace) -> Task:
     """Load --task. Keyword-only parameters of loss and metrics get the options that they name."""
     path = Path(args.task)
@@ -63,11 +71,14 @@ def load_task(args: argparse.Namespace) -> Task:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    functions = [getattr(module, name, None) for name in Task._fields]
-    if missing := [name for name, found in zip(Task._fields, functions) if not callable(found)]:
-        wanted = ", ".join(Task._fields)
+    found = {n: getattr(module, n) for n in Task._fields if callable(getattr(module, n, None))}
+    needed = [name for name in Task._fields if name not in Task._field_defaults]
+    if missing := [name for name in needed if name not in found]:
+        wanted = ", ".join(needed)
         raise UsageError(f"--task {path} must define {wanted}; missing: {', '.join(missing)}")
-    return Task(*functions[:2], *(fill_in(path, function, args) for function in functions[2:]))
+    for name in ("per_sample_loss", "per_sample_metrics"):
+        found[name] = fill_in(path, found[name], args)
+    return Task(**found)
 
 
 def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callable:

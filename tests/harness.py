@@ -34,6 +34,7 @@ import common
 import machinery.check
 import machinery.options
 import machinery.processes
+import machinery.tasks
 import sampling
 
 TIMEOUT = 120  # seconds that any group of processes may take
@@ -369,14 +370,14 @@ def loader_of(args: Namespace, dataset: Any, sampler: Any, device: torch.device)
 
 
 def optimizer_of(args: Namespace, net: torch.nn.Module, world_size: int = 1):
-    lr = common.scale_lr(args.lr, args.scale_lr, world_size)
-    return common.build_optimizer(
-        net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
-    )
+    optimizer = machinery.tasks.default_optimizer(args, net)
+    common.scale_lr(optimizer, args.scale_lr, world_size)
+    return optimizer
 
 
 def schedule_of(args: Namespace) -> tuple:
-    return args.schedule, args.epochs, args.warmup_epochs, args.step_epochs, args.step_gamma
+    schedule = args.schedule, args.epochs, args.warmup_epochs
+    return *schedule, args.step_epochs, args.step_gamma, args.final_lr
 
 
 def factor_of(args: Namespace, step: int, steps_per_epoch: int) -> float:

@@ -3,11 +3,12 @@
 import math
 
 import pytest
-from harness import train
+from harness import check, train
 from patches import BASE
 from runs import load, make_run
 from short_runs import ODD, SMALL
 
+import common
 import machinery.files
 import machinery.processes
 import machinery.run
@@ -252,3 +253,25 @@ def test_best_is_in_the_new_folder_before_last(tmp_path):
         patch=fail_at_last,
     )
     assert second.code != 0 and [path.name for path in second.folder.glob("*.pt")] == ["best.pt"]
+
+
+def test_lowest_loss_or_a_named_metric_decides(tmp_path):
+    """top1 rises with the loss, and top5 falls."""
+    losses = [0.5, 0.3, 0.3, float("nan"), 0.4, 0.2]
+    for name, epochs in (("loss", [1, 2, 2, 2, 2, 6]), ("top5", [1, 1, 1, 4, 4, 4])):
+        run, found = make_run(tmp_path / name, "--epochs", 50, "--best", name), []
+        for epoch, loss in enumerate(losses):
+            run.state.step = run.steps_per_epoch
+            top5 = (9, 5, 3, 10, 2, 1)[epoch]
+            run.end_epoch({"loss": loss, "top1": epoch, "top5": top5, "count": 57})
+            found.append(load(run.files.directory / "best.pt")["epoch"])
+        assert found == epochs
+        assert run.state.best == (0.2 if name == "loss" else 10)
+
+
+def test_metric_that_the_task_does_not_have_is_refused():
+    with pytest.raises(
+        common.UsageError, match=r"--best f1: .* no such metric; use loss, top1, top5"
+    ):
+        check("single", 1, *SMALL, "--best", "f1")
+    check("single", 1, *SMALL, "--best", "top5")

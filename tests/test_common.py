@@ -36,6 +36,15 @@ def test_cosine_falls_from_one_to_zero_after_the_warmup():
     assert sorted(values[10:], reverse=True) == values[10:]
 
 
+def test_cosine_falls_to_the_final_rate():
+    values = factors("--epochs", "5", "--warmup-epochs", "1", "--final-lr", "0.2")
+    floor = factors("--epochs", "5", "--warmup-epochs", "1")
+    assert values == pytest.approx(
+        [v if i < 10 else 0.2 + 0.8 * v for i, v in enumerate(floor)], rel=1e-12
+    )
+    assert values[10] == 1.0 and 0.2 < values[-1] < 0.21
+
+
 def test_step_drops_at_the_given_epochs():
     values = factors(
         "--epochs",

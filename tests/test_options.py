@@ -92,6 +92,7 @@ DEFAULTS = {
     "warmup_epochs": 2.0,
     "step_epochs": [],
     "step_gamma": 0.1,
+    "final_lr": 0.0,
     "scale_lr": "none",
     "clip_grad_norm": None,
     "label_smoothing": 0.1,
@@ -104,6 +105,7 @@ DEFAULTS = {
     "grad_compress": "none",
     "find_unused_parameters": False,
     "timeout": 600,
+    "best": None,
     "seed": 0,
     "output_dir": None,
     "resume": None,
@@ -200,6 +202,7 @@ CHANGED = {  # another value of every option
     "warmup_epochs": 1.0,
     "step_epochs": [3],
     "step_gamma": 0.2,
+    "final_lr": 0.1,
     "scale_lr": "linear",
     "clip_grad_norm": 1.0,
     "label_smoothing": 0.2,
@@ -212,6 +215,7 @@ CHANGED = {  # another value of every option
     "grad_compress": "bf16",
     "find_unused_parameters": True,
     "timeout": 60,
+    "best": "loss",
     "seed": 1,
     "output_dir": "/elsewhere",
     "resume": "auto",
@@ -394,3 +398,11 @@ def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
     with pytest.raises(common.UsageError, match="already holds a run"):
         make_args("single", "--output-dir", str(tmp_path))
     make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))
+
+
+def test_final_rate_without_effect_is_refused():
+    with pytest.raises(
+        common.UsageError, match=r"--final-lr 0.1 has no effect on --schedule const"
+    ):
+        make_args("single", "--final-lr", "0.1", "--schedule", "constant")
+    assert make_args("single", "--final-lr", "0.1").final_lr == 0.1

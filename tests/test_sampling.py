@@ -42,7 +42,7 @@ def batches(length, batch_size, rank=0, world_size=1, epoch=0, step=0, seed=0):
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
     for length in range(1, 41):
-        for batch_size in range(1, length + 1):
+        for batch_size in range(world_size, length + 1):
             whole = batches(length, batch_size)
             pieces = [batches(length, batch_size, rank, world_size) for rank in range(world_size)]
             assert {len(piece) for piece in pieces} == {length // batch_size}, (
@@ -94,7 +94,7 @@ def test_evaluation_shards_partition_the_data_unpadded(world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_resuming_at_any_step_yields_exactly_the_rest(world_size):
-    for length, batch_size in [(20, 3), (21, 7), (40, 40), (37, 5)]:
+    for length, batch_size in [(20, 6), (21, 7), (40, 40), (37, 5)]:
         for rank in range(world_size):
             whole = batches(length, batch_size, rank, world_size, epoch=4)
             for step in range(len(whole) + 1):
@@ -478,3 +478,11 @@ def test_broken_image_file_is_named(tmp_path):
     (tmp_path / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0")
     with pytest.raises(OSError, match=r"cut\.jpg: "):
         task.read_images([str(tmp_path / "cut.jpg")])
+
+
+def test_sampler_refuses_a_batch_that_leaves_a_rank_without_samples():
+    """Who copies the file has no options that would refuse it: some ranks would wait for others."""
+    sampler = sampling.GlobalBatchSampler([0] * 40, 8, 0, accum_steps=2, rank=3, world_size=4)
+    assert [len(indices) for _, indices in sampler] == [2] * 5
+    with pytest.raises(common.UsageError, match="cannot be cut into 5 ranks x 2 micro-batches"):
+        sampling.GlobalBatchSampler([0] * 40, 8, 0, accum_steps=2, rank=3, world_size=5)

@@ -483,3 +483,32 @@ def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys
     assert stopped.value.reason == f"stopped by {number.name} at step 1, which was not saved"
     assert not (run.files.directory / "last.pt").exists()
     assert "non-finite values in weight" in capsys.readouterr().err
+
+
+def test_signal_for_a_rank_that_has_just_ended_is_no_error(monkeypatch):
+    """Between the launcher's look and its signal a rank may end, and be waited for."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    pid, looks = ended.pid, itertools.count()
+
+    class Ending:
+        """Seems to run until it gets a signal."""
+
+        def __init__(self):
+            self.pid = pid
+
+        def poll(self):
+            if next(looks) == 0:
+                os.kill(os.getpid(), signal.SIGTERM)  # handled while the launcher waits
+            return None if next(looks) < 8 else 0
+
+        def kill(self):
+            pass
+
+        def wait(self):
+            pass
+
+    received = []
+    with machinery.processes.at_end:
+        code, cause = machinery.launch.wait_for([Ending()], 1, received)
+    assert (code, cause) == (0, "") and received == [signal.SIGTERM]

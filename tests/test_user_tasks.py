@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, TASKS, check, in_group, make_args, run_processes
+from harness import ROOT, TASKS, check, deviation, in_group, make_args, run_processes, train
+from patches import stop_after
 from short_runs import ODD
 
 import common
@@ -265,3 +266,76 @@ def test_importing_a_script_changes_no_signal_handler():
     code = "import signal, train_spawn, train_ddp, train_single, train_dp; "
     code += "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler; assert signal.getsignal(15) == signal.SIG_DFL"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+# ----------------------------------------------------------------------------- an optimizer of its own
+
+GROUPS = """
+import torch
+from small import build_datasets, build_model, per_sample_loss, per_sample_metrics
+def build_optimizer(args, net):
+    biases = [p for p in net.parameters() if p.dim() == 1]
+    weights = [p for p in net.parameters() if p.dim() > 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": args.lr / 10}]
+    return torch.optim.Adam(groups, lr=args.lr)
+"""
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "groups.py").write_text(GROUPS)
+    argv = ("--task", tmp_path / "groups.py", "--dtype", "float64", "--batch-size", "30")
+    return (
+        *argv,
+        "--epochs",
+        "3",
+        "--lr",
+        "0.003",
+        "--log-every",
+        "1",
+        "--final-lr",
+        "0.2",
+        "--scale-lr",
+        "none",
+    )
+
+
+def test_optimizer_of_a_task_is_the_same_in_every_mode(groups, tmp_path):
+    single = train("single", 1, *groups, folder=tmp_path / "single")
+    state = single.checkpoint()
+    rates = [group["lr"] for group in state["optimizer"]["param_groups"]]
+    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.1
+    assert rates[1] == pytest.approx(rates[0] / 10, rel=1e-12) and rates[0] > 0
+    peaks = [group["initial_lr"] for group in state["optimizer"]["param_groups"]]
+    assert peaks == pytest.approx([0.003, 0.0003])
+    for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
+        result = train(mode, n, *groups, folder=tmp_path / mode)
+        assert result.code == 0, result.err
+        assert deviation(result.checkpoint()["model"], state["model"]) < 1e-10
+
+
+def test_optimizer_of_a_task_resumes(groups, tmp_path):
+    straight = train("ddp", 2, *groups, folder=tmp_path / "straight").checkpoint()
+    folder = tmp_path / "resumed"
+    stopped = train("ddp", 2, *groups, folder=folder, patch=functools.partial(stop_after, 8))
+    assert stopped.code == 143, stopped.err
+    resumed = train("ddp", 2, *groups, "--resume", "auto", folder=folder)
+    assert resumed.code == 0, resumed.err
+    assert deviation(resumed.checkpoint()["model"], straight["model"]) == 0
+
+
+def test_rates_of_all_groups_are_scaled(groups, tmp_path):
+    argv = (*groups[:-1], "linear")
+    checkpoint = train("ddp", 2, *argv, folder=tmp_path).checkpoint()
+    peaks = [group["initial_lr"] for group in checkpoint["optimizer"]["param_groups"]]
+    assert peaks == pytest.approx([0.006, 0.0006])
+
+
+def test_optimizer_that_is_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    text = GROUPS.replace("    return torch.optim.Adam(groups, lr=args.lr)\n", "")
+    (tmp_path / "none.py").write_text(text)
+    wanted = "build_optimizer must return an optimizer of torch.optim, got NoneType"
+    with pytest.raises(common.UsageError, match=wanted):
+        check("single", 1, "--task", str(tmp_path / "none.py"))

@@ -51,6 +51,9 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
         ("plain", given),
         ("checkpoint", {"model": given, "epoch": 3}),
         ("other", {"state_dict": given}),
+        ("pose", {"weights": given, "epoch": 3}),
+        ("yolo", {"model_state_dict": {}, "ema": given}),
+        ("lightning", {"model_state_dict": given}),
     ):
         torch.save(content, tmp_path / name)
         net = machinery.tasks.build_net(
@@ -201,3 +204,56 @@ def test_build_says_how_many_tensors_are_frozen(capsys):
     args = make_args()
     machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
     assert capsys.readouterr().out == ""
+
+
+def test_prefix_within_a_name_is_taken_away(tmp_path):
+    """As of a torchvision VGG of which DataParallel had wrapped the features alone."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 1)), nn.Linear(1, 1))
+    given = {"0.module.0.weight": torch.ones(1, 2), "1.bias": torch.ones(1)}
+    loaded = load_into(net, given, tmp_path / "file")
+    assert loaded["0.0.weight"].equal(torch.ones(1, 2)) and loaded["1.bias"] == 1
+
+
+def trainable(net):
+    return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        (["*", "!1.*"], {"1.weight", "1.bias"}),
+        (["!1.*", "*", "!*.bias"], {"0.bias", "1.bias"}),  # the last that matches decides
+        (["0.*", "!0.bias", "1.bias"], {"0.bias", "1.weight"}),
+    ],
+)
+def test_freeze_all_but(patterns, trained):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    common.freeze(net, patterns)
+    assert trainable(net) == trained
+
+
+def test_freeze_does_not_wake_what_the_model_has_frozen():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].requires_grad_(False)
+    common.freeze(net, ["*", "!0.weight", "!1.*"])
+    assert trainable(net) == {"0.weight"}
+
+
+@pytest.mark.parametrize("pattern", ["!nothing*", "nothing*"])
+def test_pattern_that_matches_nothing_is_refused(pattern):
+    with pytest.raises(common.UsageError, match="nothing"):
+        common.freeze(nn.Sequential(nn.Linear(2, 2)), ["*.bias", pattern])
+
+
+@pytest.mark.parametrize(("mode", "n"), MODES)
+def test_weights_from_elsewhere_are_evaluated_without_a_checkpoint(mode, n, tmp_path):
+    trained = train("single", 1, *ODD, folder=tmp_path / "trained")
+    weights = {f"module.{name}": v for name, v in trained.checkpoint()["model"].items()}
+    torch.save({"weights": weights}, tmp_path / "old.pth")
+    argv = (*ODD, "--eval-only", "--weights", tmp_path / "old.pth")
+    result = train(mode, n, *argv, folder=tmp_path / "evaluated")
+    assert result.code == 0, result.err
+    (line,) = result.eval_lines()
+    expected = trained.eval_lines()[-1]
+    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+    assert line["count"] == expected["count"] and not (result.folder / "last.pt").exists()

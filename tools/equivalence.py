@@ -183,6 +183,7 @@ FEATURES = [
     ),
     Feature("constant after a warm-up", "--warmup-epochs 2"),
     Feature("cosine after a warm-up", "--schedule cosine --warmup-epochs 1"),
+    Feature("cosine to a tenth", "--schedule cosine --final-lr 0.1"),
     Feature("step after a warm-up", "--schedule step --step-epochs 1 2 --step-gamma 0.3"),
     Feature("cyclic after a warm-up", "--schedule cyclic --step-epochs 2 --warmup-epochs 1"),
     Feature(

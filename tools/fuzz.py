@@ -157,7 +157,10 @@ def draw_freeze(rng: random.Random, trial: Trial) -> list[str] | None:
     patterns = ["conv.*", "body.weight", "heads.0.*", "b*"]
     if trial.part("norm") not in ("", "instance"):
         patterns.append("norm.*")
-    return rng.sample(patterns, rng.randint(1, 2)) if rng.random() < 0.12 else None
+    chosen = rng.sample(patterns, rng.randint(1, 2)) if rng.random() < 0.12 else None
+    return (
+        ["*", *(f"!{pattern}" for pattern in chosen)] if chosen and rng.random() < 0.3 else chosen
+    )
 
 
 def draw_lr(rng: random.Random, trial: Trial) -> list[str]:
@@ -168,6 +171,11 @@ def draw_step_epochs(rng: random.Random, trial: Trial) -> list[str] | None:
     if trial.value("--schedule") == "step":
         return [str(rng.randint(1, 2)) for _ in range(rng.randint(1, 2))]
     return [str(rng.randint(1, 3))] if trial.value("--schedule") == "cyclic" else None
+
+
+def draw_final_lr(rng: random.Random, trial: Trial) -> list[str] | None:
+    cosine = trial.value("--schedule", "cosine") == "cosine"
+    return [rng.choice(["0", "0.1", "1"])] if cosine and rng.random() < 0.3 else None
 
 
 MADE_BY_TRIAL = "the trial sets it"
@@ -198,6 +206,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--warmup-epochs": sometimes(0.7, "0", "0.5", "1", "1.3"),
     "--step-epochs": draw_step_epochs,
     "--step-gamma": sometimes(0.2, "0", "0.3", "0.9"),
+    "--final-lr": draw_final_lr,
     "--scale-lr": sometimes(0.15, "linear", "sqrt", "none"),
     "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
     "--label-smoothing": sometimes(0.3, "0", "0.3"),
@@ -218,6 +227,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--dist-url": ONE_MACHINE,
     "--master-addr": ONE_MACHINE,
     "--master-port": ONE_MACHINE,
+    "--best": sometimes(0.15, "loss"),
     "--seed": sometimes(0.5, "1", "12345", str(2**62 + 3)),
     "--output-dir": MADE_BY_TRIAL,
     "--resume": MADE_BY_TRIAL,
@@ -378,6 +388,7 @@ def constrain(trial: Trial) -> Trial:
     if trial.earlier_epochs is not None:
         if trial.value("--schedule", "cosine") == "cosine":
             given["--schedule"] = ["constant"]  # of cosine, the whole run depends on --epochs
+            given.pop("--final-lr", None)
         if trial.value("--warmup-epochs", "0") > str(trial.earlier_epochs):
             given["--warmup-epochs"] = ["1"]
         if trial.value("--average") == "swa" and not swa_goes_on(trial):
@@ -813,10 +824,11 @@ class Runs:
         whole = (trial.epochs, 0, trial.epochs * trial.steps)
         expect(place == whole, "state", f"last.pt is of {place}, not of {whole}")
         metric = "top1" if trial.part("metric") == "accuracy" else "minus_error"
+        metric, choose = ("loss", min) if "--best" in trial.options else (metric, max)
         scores = [line[metric] for line in read_log(folder) if line["event"] == "eval"]
         finite = [score for score in scores if score is not None]
         expect(("best.pt" in names) == bool(finite), "state", f"best.pt and the scores {scores}")
-        best = max(finite, default=None)
+        best = choose(finite, default=None)
         expect(last["best"] == best, "state", f"best is {last['best']}, not {best}")
         if finite:
             epoch = load(folder / "best.pt")["epoch"]

@@ -125,7 +125,7 @@ mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIP
        "test_ten_skipped_steps_in_a_row_are_remembered")
 mutant("weights: not loaded", "common", "    net.load_state_dict(fits, strict=False)\n", "",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
-mutant("weights: prefixes kept", "common", 'name = name.partition(".")[2]', "break",
+mutant("weights: prefixes kept", "common", 'if part not in ("module", "_orig_mod"))', ")",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: what is left out is not named", "common",
        "for name in [name for name in own if name not in fits]:", "for name in []:",
@@ -143,7 +143,7 @@ mutant("weights: what was trained, not the average", "common", 'average.get("n_a
        "test_weights_of_a_checkpoint_are_its_average_once_there_is_one")
 mutant("weights: an average that has not begun", "common", 'average.get("n_averaged", 0) > 0', "True",
        "test_weights_of_a_checkpoint_are_its_average_once_there_is_one")
-mutant("weights: any name is a prefix", "common", "while name not in own and name.startswith(", "while name.startswith(",
+mutant("weights: a prefix of the model's own names", "common", "names = {plain(name): name for name in own}", "names = {}",
        "test_prefix_that_is_a_name_of_the_model_stays")
 mutant("scaler: a skipped batch is counted", "common", ', ("num_batches_tracked",)]', "]",
        "test_skipped_step_leaves_no_trace_in_batchnorm")
@@ -273,3 +273,18 @@ mutant("meter: sums of another world to rank 1", "common",
 mutant("drift: the smallest number has no negative", "common", "torch.cat([sums, ~sums])", "torch.cat([sums, 1 - sums])", DRIFTED)
 mutant("drift: minus zero is overlooked", "common", "torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest\n    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()",
        "torch.cat([sums, -sums])\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)\n    largest, smallest = extremes[: len(sums)].tolist(), (-extremes[len(sums) :]).tolist()", DRIFTED)
+mutant("schedule: the final rate is forgotten", "common", 'low = final_lr if schedule == "cosine" else step_gamma', "low = 0.0",
+       "test_cosine_falls_to_the_final_rate")
+mutant("schedule: --step-gamma for cosine", "common", 'final_lr if schedule == "cosine" else', 'final_lr if schedule == "cyclic" else',
+       "test_cosine_falls_to_the_final_rate")
+mutant("freeze: leaves nothing out", "common", 'chosen - matched if pattern.startswith("!") else', "", "test_freeze_all_but")
+mutant("freeze: what is left out begins to train", "common", "parameters[name].requires_grad_(False)", "parameters[name].requires_grad_(False)\n    for name in parameters.keys() - chosen:\n        parameters[name].requires_grad_(True)",
+       "test_freeze_does_not_wake_what_the_model_has_frozen")
+mutant("weights: the average of other programs", "common", 'for part in ("ema", "weights",', 'for part in ("weights",',
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: the pose trainer's key", "common", '("ema", "weights", "state_dict"', '("ema", "state_dict"',
+       "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: prefixes at the beginning alone", "common", 'return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))',
+       'return __import__("re").sub(r"^((module|_orig_mod)\\.)+", "", name)', "test_prefix_within_a_name_is_taken_away")
+mutant("lr: the first group alone is scaled", "common", "for group in optimizer.param_groups:\n        group[\"lr\"]", "for group in optimizer.param_groups[:1]:\n        group[\"lr\"]",
+       "test_rates_of_all_groups_are_scaled")

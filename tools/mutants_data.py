@@ -255,3 +255,4 @@ mutant("model: one channel for three", "task", "    if channels != 3:\n", "    i
        "test_bad_input_is_refused_by_name[single-1 --model resnet18]")
 mutant("loader: as many workers as threads", "sampling", "min(8, own_cores())", "min(8, torch.get_num_threads())",
        "test_loader_has_a_worker_for_each_core_and_pins")
+mutant("sampler: empty slices", "sampling", "if batch_size < least:", "if False:", "test_sampler_refuses_a_batch_that_leaves_a_rank_without_samples")

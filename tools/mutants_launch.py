@@ -81,7 +81,7 @@ mutant("restart: nobody is told", "machinery/launch", RESTART, "pass", RESTARTS)
 mutant("restart: no word for a cause that a rank has told", "machinery/launch",
        "cause or 'a rank failed, as it says above'", "cause", RESTARTS)
 mutant("restart: counted from 0", "machinery/launch", "restart {attempt + 1}", "restart {attempt}", RESTARTS)
-mutant("restart: one more is told than is made", "machinery/launch", "or attempt == RESTARTS or", "or", RESTARTS)
+mutant("restart: one more is told than is made", "machinery/launch", "and attempt < RESTARTS and", "and", RESTARTS)
 TOLD_RANKS = "test_what_the_ranks_are_told"
 
 for name, old, new in (
@@ -136,9 +136,9 @@ mutant("launch: ranks of one machine meet at a port", "machinery/launch",
 mutant("launch: signals end the launcher alone", "machinery/launch", "    handle_signals(send)\n",
        "", "test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("restart: an early failure is repeated", "machinery/launch",
-       "or not useful:", ":", AGAIN)
+       "again = useful and attempt", "again = attempt", AGAIN)
 mutant("nodes: launchers restart ranks", "machinery/launch",
-       "args.nnodes > 1 or not useful", "not useful", "test_when_the_launcher_restarts[several machines]")
+       "attempt < RESTARTS and args.nnodes == 1", "attempt < RESTARTS", "test_when_the_launcher_restarts[several machines]")
 mutant("nodes: spawned ranks listen at the host's name", "machinery/launch", "        use_interface_to(urlsplit(args.dist_url).hostname)\n", "",
        f"{LOST_NODE}[spawn-killed]")
 mutant("nodes: a lost node is not called so", "machinery/launch",
@@ -305,3 +305,5 @@ mutant("restart: from a file of an earlier run", "machinery/launch", "!= before\
        "test_launcher_restarts_only_from_what_this_run_wrote")
 mutant("restart: auto has to write first", "machinery/launch", "(before and args.resume", "(False and args.resume",
        "test_launcher_restarts_only_from_what_this_run_wrote")
+mutant("launch: a signal for a rank that has ended", "machinery/launch", "contextlib.suppress(ProcessLookupError)", "contextlib.nullcontext()",
+       "test_signal_for_a_rank_that_has_just_ended_is_no_error")

@@ -192,7 +192,7 @@ mutant("check: a checkpoint that lacks its parts is a traceback", "machinery/che
        f"{REFUSED}[single-1 --resume TMP/listed.pt]")
 mutant("check: weights of another model", "machinery/check", 'net.load_state_dict(checkpoint["model"])', "pass",
        f"{REFUSED}[single-1 --resume TMP/weights.pt]")
-mutant("check: settings of the optimizer are not tried", "machinery/check", "common.build_optimizer(net, args.optimizer, *settings)", "pass",
+mutant("check: settings of the optimizer are not tried", "machinery/check", "optimizer = task.build_optimizer(args, net)", "optimizer = torch.optim.SGD(net.parameters())",
        f"{REFUSED}[single-1 --optimizer adamw --momentum 1]")
 mutant("check: what only the accelerator can do is refused", "machinery/check", "if on_cpu:", "if True:",
        "test_model_that_only_the_accelerator_can_run_is_not_refused")
@@ -209,8 +209,7 @@ mutant("check: a metric named epoch", "machinery/check",
 
 mutant("model: initial weights without the seed", "machinery/tasks", "    torch.manual_seed(args.seed)\n    net =", "    net =",
        "test_seed_decides_the_initial_weights")
-mutant("options: a task without metrics", "machinery/tasks", "zip(Task._fields, functions)",
-       "zip(Task._fields[:3], functions)", f"{REFUSED}[single-1 --task TMP/three.py]")
+mutant("options: a task without metrics", "machinery/tasks", "needed = [name for name in Task._fields if", "needed = [name for name in Task._fields[:3] if", f"{REFUSED}[single-1 --task TMP/three.py]")
 mutant("options: keyword-only options of a task not filled in", "machinery/tasks",
        "{name: getattr(args, name) for name in names}", "{name: 0.0 for name in names}",
        "test_label_smoothing_reaches_the_loss")
@@ -238,8 +237,8 @@ mutant("task: its folder goes first", "machinery/tasks",
        "sys.path.insert(0, folder)",
        "test_neighbours_of_a_task_replace_nothing")
 mutant("options: metrics without their options", "machinery/tasks",
-       "*(fill_in(path, function, args) for function in functions[2:])",
-       "fill_in(path, functions[2], args), functions[3]",
+       'for name in ("per_sample_loss", "per_sample_metrics"):',
+       'for name in ("per_sample_loss",):',
        "test_options_of_a_loss_and_of_a_metric_are_filled_in")
 
 # ------------------------------------------------------------------------------------------------------------------- machinery/stand_ins.py
@@ -300,3 +299,9 @@ mutant("check: set_epoch is not called and nobody says so", "machinery/check", "
        f"{REFUSED}[single-1 --task TMP/data-told.py]")
 mutant("options: a run of which only best.pt is left", "machinery/options", 'any(directory.glob("*.pt"))', '(directory / "last.pt").exists()',
        "test_directory_with_only_the_best_checkpoint_is_taken")
+mutant("task: its optimizer is not asked", "machinery/tasks", "return Task(**found)", 'return Task(**{**found, "build_optimizer": default_optimizer})',
+       "test_optimizer_of_a_task_is_the_same_in_every_mode")
+mutant("check: an optimizer that is none", "machinery/check", "if not isinstance(optimizer, torch.optim.Optimizer):", "if False:",
+       "test_optimizer_that_is_none_is_refused")
+mutant("options: a final rate without effect", "machinery/options", 'args.final_lr > 0 and schedule != "cosine"', "False",
+       "test_final_rate_without_effect_is_refused")

@@ -9,9 +9,9 @@ from mutants_base import BITWISE, DIVERGED, NAN, ORDERED, TOLD, WINNER, WINS, mu
 
 mutant("save: --save-every ignored", "machinery/run", "if not ends and (due or self.stopping):", "if not ends and self.stopping:",
        "test_save_every_saves_within_the_epoch")
-mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) and (state.best is None or score > state.best):", "if True:",
+mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) and higher:", "if True:",
        "test_best_is_not_the_last")
-mutant("save: best.pt is the worst", "machinery/run", "or score > state.best)", "or score < state.best)",
+mutant("save: best.pt is the worst", "machinery/run", "or sign * score > sign * state.best", "or sign * score < sign * state.best",
        "test_best_and_kept_checkpoints")
 RESTORE = 'for name in ("optimizer", "scheduler", "scaler"):\n            getattr'
 mutant("resume: optimizer not restored", "machinery/run", RESTORE, RESTORE.replace('"optimizer", ', ""), f"{BITWISE}[single-1-9]")
@@ -32,7 +32,7 @@ mutant("log: loss of the whole run", "machinery/run", "        self.meter.clear(
        "test_logged_loss_is_that_since_the_last_line")
 mutant("divergence: never ends", "machinery/run", "state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
-mutant("stop: every rank by itself", "machinery/run", "flag = int(agreed[1]) if agreed else 0", "flag = self.received", "test_pitfall_11_sigterm_saves[0]")
+mutant("stop: every rank by itself", "machinery/run", "flag = int(due[1]) if due else 0", "flag = self.received", "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op",
        "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
@@ -100,7 +100,7 @@ mutant("swa: an average that begins too early is kept", "machinery/run",
 mutant("stop: forgotten after an evaluation", "machinery/run",
        "self.stop.agreed(wait=True) if state.epoch < args.epochs else None", "None",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[single-1]")
-mutant("stop: after an evaluation only what was agreed before", "machinery/run", "agreed = self.pending if wait else earlier", "agreed = earlier",
+mutant("stop: after an evaluation only what was agreed before", "machinery/run", "due = self.pending if wait else earlier", "due = earlier",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[ddp-2]")
 mutant("stop: a run that is done is called stopped", "machinery/run",
        "self.stop.agreed(wait=True) if state.epoch < args.epochs else None",
@@ -157,10 +157,10 @@ mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args
 mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
        "test_kept_epochs_are_every_so_many")
 TIES = "test_the_first_of_equal_scores_stays_the_best"
-mutant("best: the last of equal scores", "machinery/run", "or score > state.best)\n", "or score >= state.best)\n", TIES)
-mutant("best: infinity", "machinery/run", "math.isfinite(score) and (state", "not math.isnan(score) and (state", TIES)
-mutant("best: zero is no score", "machinery/run", "(state.best is None or score", "(not state.best or score", TIES)
-mutant("best: by the loss", "machinery/run", "_, score, *_ = metrics", "score, *_ = metrics", "test_first_metric_that_is_no_loss_decides")
+mutant("best: the last of equal scores", "machinery/run", "or sign * score > sign", "or sign * score >= sign", TIES)
+mutant("best: infinity", "machinery/run", "if math.isfinite(score)", "if not math.isnan(score)", TIES)
+mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
+mutant("best: by the loss", "machinery/run", "first = next(name for name in metrics if name != \"loss\")", "first = next(iter(metrics))", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
@@ -173,7 +173,7 @@ mutant("signals: the first one wins", "machinery/run", REMEMBER, "self.received 
 mutant("signals: the weaker one wins", "machinery/run", REMEMBER,
        "self.received = min(self.received or 9, list(SIGNALS).index(number) + 1)", WINS)
 mutant("signals: the weaker one of the ranks wins", "machinery/run", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
-mutant("signals: ranks wait in every step", "machinery/run", "agreed = self.pending if wait else earlier", "agreed = self.pending", WINNER)
+mutant("signals: ranks wait in every step", "machinery/run", "due = self.pending if wait else earlier", "due = self.pending", WINNER)
 mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stopping.name} after', 'f"stopped by {list(SIGNALS)[0].name} after',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
@@ -203,7 +203,7 @@ mutant("lock: none", "machinery/files", "fcntl.flock(self.log, fcntl.LOCK_EX | f
 mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/files", 'self.path.resolve() != last', "None is last",
        "test_going_back_to_an_older_checkpoint_is_going_back")
 LOCK = """        try:
-            if not alone:
+            if not only_reads:
                 fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             problem = "another run is writing there; choose another directory"
@@ -212,7 +212,7 @@ LOCK = """        try:
 FIND = "        path, self.checkpoint = find_checkpoint(args, samples)\n"
 mutant("resume: the checkpoint is read before the lock", "machinery/files", LOCK + FIND, FIND + LOCK,
        "test_run_that_ended_while_this_one_was_starting_is_not_overwritten")
-mutant("lock: an evaluation needs it", "machinery/files", "            if not alone:\n", "            if True:\n",
+mutant("lock: an evaluation needs it", "machinery/files", "            if not only_reads:\n", "            if True:\n",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("resume: auto overwrites a run of which only the best is left", "machinery/files",
        "elif others:", "elif False:",
@@ -227,7 +227,7 @@ mutant("restart: from --resume FILE again", "machinery/files", 'args.resume == "
        'args.resume == "auto" or (again and not args.resume):', "test_restarted_process_goes_on_or_begins_anew")
 mutant("restart: in another directory than the first attempt", "machinery/files", "if again and not args.output_dir and", "if False and",
        "test_restarted_process_goes_on_or_begins_anew")
-mutant("eval-only: of nothing", "machinery/files", "refuse(args.eval_only,", "refuse(False,",
+mutant("eval-only: of nothing", "machinery/files", "refuse(nothing,", "refuse(False,",
        "test_eval_only_evaluates_what_was_trained_or_says_why_not")
 mutant("tensorboard: left open", "machinery/files", "            self.writer.close()\n", "            pass\n",
        "test_tensorboard_shows_what_the_log_says[single-1]")
@@ -238,10 +238,10 @@ mutant("swa: averages that are lost are not missed", "machinery/files", "if want
        "if True:", "test_swa_refuses_epochs_whose_average_is_lost")
 mutant("swa: names an epoch too low", "machinery/files", "math.ceil(4 * done / 3)", "4 * done // 3 - 1", "test_swa_refuses_epochs_whose_average_is_lost")
 mutant("eval-only: writes into the log of a run", "machinery/files",
-       'alone = args.eval_only and any(directory.glob("*.pt"))', "alone = False",
+       'only_reads = args.eval_only and any(directory.glob("*.pt"))', "only_reads = False",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("eval-only: never writes a line", "machinery/files",
-       'alone = args.eval_only and any(directory.glob("*.pt"))', "alone = args.eval_only",
+       'only_reads = args.eval_only and any(directory.glob("*.pt"))', "only_reads = args.eval_only",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("resume: best.pt stays behind", "machinery/files",
        'save_checkpoint(found, self.directory / "best.pt")', "str()",
@@ -314,3 +314,12 @@ mutant("folder: a task of one's own is called digits", "machinery/files", 'if ar
        "test_folder_of_a_run_without_a_name")
 mutant("resume: every optimizer can be fused", "machinery/run", 'if "fused" in now:', "if True:",
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
+mutant("best: highest loss", "machinery/run", '-1 if args.best == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
+mutant("best: the first metric whatever is asked", "machinery/run", "metrics[args.best or first]", "metrics[first]",
+       "test_lowest_loss_or_a_named_metric_decides")
+mutant("best: an unknown metric", "machinery/check", 'if args.best not in (None, "loss", *metrics):', "if False:",
+       "test_metric_that_the_task_does_not_have_is_refused")
+mutant("eval-only: weights from elsewhere refused", "machinery/files", "nothing = args.eval_only and not args.weights", "nothing = args.eval_only",
+       "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")
+mutant("eval-only: needs a checkpoint", "machinery/options", "args.eval_only and not args.resume and not args.weights", "args.eval_only and not args.resume",
+       "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")

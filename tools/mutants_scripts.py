@@ -97,8 +97,8 @@ mutant("dp: mean of the replicas' means", "train_dp", PLAIN,
        "loss = sum(piece.mean() for piece in losses.chunk(args.replicas)) / args.replicas", "test_pitfall_29_data_parallel_gathers_losses")
 mutant("dp: loss computed outside the replicas", "train_dp", "losses = model(inputs, targets)  #",
        "losses = task.per_sample_loss(state.net(inputs), targets)  #", "test_pitfall_29_data_parallel_gathers_losses")
-mutant("dp: replicas not counted in --scale-lr", "train_dp", "common.scale_lr(args.lr, args.scale_lr, args.replicas)",
-       "common.scale_lr(args.lr, args.scale_lr)", f"{SCALE_LR}[dp-linear-4]")
+mutant("dp: replicas not counted in --scale-lr", "train_dp", "common.scale_lr(optimizer, args.scale_lr, args.replicas)",
+       "common.scale_lr(optimizer, args.scale_lr)", f"{SCALE_LR}[dp-linear-4]")
 EVALUATE = "run.end_epoch(evaluate(args, task, eval_model, val_loader, device))"
 mutant("dp: evaluates the weights, not their average", "train_dp", EVALUATE, EVALUATE.replace("eval_model", "net"),
        f"{FEATURE}[dp-3-ema]")
