@@ -1,7 +1,7 @@
 """The part you replace: data sets, model, loss and metrics of one problem.
 
-A task is any file with these four functions (--task FILE.py). The training scripts know nothing of
-the problem, and this file nothing of devices. Here: image classification.
+A task is any file with the first four of these functions (--task FILE.py). The training scripts
+know nothing of the problem, and this file nothing of devices. Here: image classification.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
                                          a nested tuple, list or dict of tensors. A data set with
@@ -11,6 +11,8 @@ per_sample_loss(outputs, targets)        Tensor [n], differentiable. Keyword-onl
                                          the value of the option that they name.
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt
+build_optimizer(args, net)               may be left out: an optimizer of torch.optim, with groups
+                                         and rates of its own. The schedule scales each of them.
 
 Loss and metrics are per sample: their sums are exact, however a batch is cut.
 """
