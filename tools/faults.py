@@ -213,7 +213,7 @@ def make_read_only(trial: Trial, launch: Launch) -> bool:
     trial.repairs.callback(subprocess.run, ["mount", "-o", "remount,rw", trial.output], check=True)
     with trial.start("read-only") as again:
         code = again.end(LIMIT)
-        assert code == 2 and re.search("[Rr]ead-only", again.errors()), (
+        assert code == 2 and re.search("[Rr]ead-only|cannot write in", again.errors()), (
             f"exit code {code} in a read-only folder: {again.errors()}"
         )
     return True
