@@ -194,15 +194,16 @@ def freeze(net: nn.Module, patterns: list[str]) -> None:
     """Stop the training of the parameters whose names match a pattern; "!head.*" leaves some out.
 
     Of several patterns that match a name the last one decides. Raises UsageError if a pattern
-    matches nothing, or if nothing is left to train.
+    matches nothing (after "!": nothing that was frozen), or if nothing is left to train.
     """
     parameters = dict(net.named_parameters())
     chosen: set[str] = set()
     for pattern in patterns:
         matched = {*fnmatch.filter(parameters, pattern.removeprefix("!"))}
-        if not matched:
+        if not matched or (pattern.startswith("!") and not matched & chosen):
             names = ", ".join(parameters)
-            raise UsageError(f"--freeze {pattern}: no parameter has such a name; there are {names}")
+            what = "frozen parameter" if pattern.startswith("!") else "parameter"
+            raise UsageError(f"--freeze {pattern}: no {what} has such a name; there are {names}")
         chosen = chosen - matched if pattern.startswith("!") else chosen | matched
     for name in chosen:
         parameters[name].requires_grad_(False)
@@ -258,14 +259,18 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     average = weights.get("average")
     if isinstance(average, dict) and average.get("n_averaged", 0) > 0:
         weights = {name: value for name, value in average.items() if name != "n_averaged"}
-    for part in ("ema", "weights", "state_dict", "model_state_dict", "model"):
-        weights = weights[part] if isinstance(weights.get(part), dict) else weights
+    for part in ("ema", "weights", "model_state_dict", "model", "state_dict"):
+        inner = weights.get(part)
+        if isinstance(inner, dict) and any(isinstance(v, (Tensor, dict)) for v in inner.values()):
+            weights = inner
 
     def plain(name: str) -> str:  # DDP and compile add to names, also of a part of the model
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
     names = {plain(name): name for name in own}
-    given = {names.get(plain(str(name)), str(name)): value for name, value in weights.items()}
+    weights = {str(name): value for name, value in weights.items()}
+    given = {names.get(plain(n), n): value for n, value in weights.items() if n not in own}
+    given |= {name: value for name, value in weights.items() if name in own}
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -319,8 +324,9 @@ def build_optimizer(
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:
     """Scale the learning rates for so many devices, by default one per rank."""
     devices = devices or get_world_size()
+    factor = {"none": 1, "linear": devices, "sqrt": math.sqrt(devices)}[rule]
     for group in optimizer.param_groups:
-        group["lr"] *= {"none": 1, "linear": devices, "sqrt": math.sqrt(devices)}[rule]
+        group["lr"] = float(group["lr"]) * factor  # a task may have set a tensor
 
 
 # A schedule returns learning rate / peak at a global step from `start`, where the warm-up ends, to

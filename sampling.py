@@ -202,7 +202,7 @@ class ShardSampler(Sampler):
 def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
     # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
-    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
 
 

@@ -82,9 +82,9 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     # After the loaders: they fork workers, and to fork beside communication threads may hang.
     dist.init_process_group(backend(device), init_method, timeout(args.timeout), world_size, rank)
     net = build_net(args, task, device)
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
     schedule = args.schedule, args.epochs, args.warmup_epochs
     shape = args.step_epochs, args.step_gamma, args.final_lr
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule, *shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -75,6 +76,14 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             found = type(optimizer).__name__
             raise UsageError(f"{where} must return an optimizer of torch.optim, got {found}")
+        inspect.signature(optimizer.step).bind()  # a step that needs a closure is none of ours
+        parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        trained = {id(p) for p in net.parameters() if p.requires_grad}
+        if not trained <= parts <= {id(p) for p in net.parameters()}:
+            wanted = "every parameter of the model that trains, and no other; see also --freeze"
+            raise UsageError(f"{where}: the groups must hold {wanted}")
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)  # else no run could go on
     with blame(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, length)
     if checkpoint:

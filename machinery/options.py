@@ -156,7 +156,7 @@ option("--step-epochs", positive, "N", [], NONE,
        "step: epochs of the drops; cyclic: length of a cycle", nargs="+")
 option("--step-gamma", share, "X", 0.1, NONE,
        "step: factor of a drop; cyclic: lowest / highest rate")
-option("--final-lr", share, "FRACTION", 0.0, NONE, "cosine: last / highest rate")
+option("--final-lr", share, "FRACTION", 0.0, NONE, "cosine: share of --lr that is left at the end")
 option("--scale-lr", ["none", "linear", "sqrt"], None, "none", NONE,
        "multiply --lr by the world size, or its root")
 option("--clip-grad-norm", number(float, 1e-12), "X", None, NONE,

@@ -332,10 +332,57 @@ def test_rates_of_all_groups_are_scaled(groups, tmp_path):
     assert peaks == pytest.approx([0.006, 0.0006])
 
 
-def test_optimizer_that_is_none_is_refused(tmp_path, monkeypatch):
+SGD = "torch.optim.SGD(net.parameters(), lr=0.1"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("None", "must return an optimizer of torch.optim, got NoneType"),
+        ("torch.optim.LBFGS(net.parameters())", "missing a required argument: 'closure'"),
+        ("torch.optim.SGD(build_model(args).parameters())", "and no other; see also --freeze"),
+        ("torch.optim.SGD(list(net.parameters())[1:])", "every parameter of the model that trains"),
+        (f"{SGD}, weight_decay=numpy.float64(0.1))", "build_optimizer.*weights_only"),
+    ],
+)
+def test_optimizer_that_cannot_be_right_is_refused(optimizer, message, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(TASKS))
-    text = GROUPS.replace("    return torch.optim.Adam(groups, lr=args.lr)\n", "")
-    (tmp_path / "none.py").write_text(text)
-    wanted = "build_optimizer must return an optimizer of torch.optim, got NoneType"
-    with pytest.raises(common.UsageError, match=wanted):
-        check("single", 1, "--task", str(tmp_path / "none.py"))
+    text = re.sub(r"    return torch.optim.Adam.*\n", f"    return {optimizer}\n", GROUPS)
+    (tmp_path / "own.py").write_text("import numpy\n" + text)
+    with pytest.raises(common.UsageError, match=message):
+        check("single", 1, "--task", str(tmp_path / "own.py"))
+
+
+@pytest.mark.parametrize("rate", ["torch.tensor(0.01)", "numpy.float64(0.01)"])
+def test_rate_of_an_optimizer_may_be_a_tensor_or_of_numpy(rate, groups, tmp_path):
+    file = tmp_path / "groups.py"
+    file.write_text("import numpy\n" + GROUPS.replace("lr=args.lr)", f"lr={rate})"))
+    result = train("single", 1, *groups, "--epochs", "1", folder=tmp_path / "first")
+    assert result.code == 0, result.err
+    argv = (*groups, "--epochs", "2", "--resume", "auto")
+    assert train("single", 1, *argv, folder=tmp_path / "first").code == 0
+
+
+def test_groups_by_kind_of_layer_are_the_same_with_sync_bn(tmp_path, monkeypatch):
+    """The usual recipe: no decay for BatchNorm, found by its class, which --sync-bn changes."""
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "norms.py").write_text(
+        "import torch\n"
+        "from everything import build_datasets, build_model, per_sample_loss, per_sample_metrics\n"
+        "def build_optimizer(args, net):\n"
+        "    norms = [p for m in net.modules() if type(m) is torch.nn.BatchNorm2d"
+        " for p in m.parameters()]\n"
+        "    known = {id(p) for p in norms}\n"
+        "    rest = [p for p in net.parameters() if id(p) not in known]\n"
+        "    groups = [{'params': rest, 'weight_decay': 0.1}, {'params': norms}]\n"
+        "    return torch.optim.SGD(groups, lr=args.lr)\n"
+    )
+    argv = ("--task", tmp_path / "norms.py", "--dtype", "float64", "--batch-size", "30")
+    argv = (*argv, "--epochs", "2", "--sync-bn")
+    sizes = {}
+    for mode, n in (("single", 1), ("ddp", 2), ("spawn", 2)):
+        result = train(mode, n, *argv, folder=tmp_path / mode)
+        assert result.code == 0, result.err
+        found = result.checkpoint()["optimizer"]["param_groups"]
+        sizes[mode] = [len(group["params"]) for group in found]
+    assert sizes["single"] == sizes["ddp"] == sizes["spawn"] and sizes["single"][1] >= 2

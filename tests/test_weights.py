@@ -1,6 +1,7 @@
 """The weights that training starts from: seeds, files from elsewhere, frozen parts."""
 
 import os
+import re
 from argparse import Namespace
 
 import pytest
@@ -222,7 +223,7 @@ def trainable(net):
     ("patterns", "trained"),
     [
         (["*", "!1.*"], {"1.weight", "1.bias"}),
-        (["!1.*", "*", "!*.bias"], {"0.bias", "1.bias"}),  # the last that matches decides
+        (["0.*", "!0.*", "*", "!*.bias"], {"0.bias", "1.bias"}),  # the last that matches decides
         (["0.*", "!0.bias", "1.bias"], {"0.bias", "1.weight"}),
     ],
 )
@@ -239,10 +240,37 @@ def test_freeze_does_not_wake_what_the_model_has_frozen():
     assert trainable(net) == {"0.weight"}
 
 
-@pytest.mark.parametrize("pattern", ["!nothing*", "nothing*"])
-def test_pattern_that_matches_nothing_is_refused(pattern):
-    with pytest.raises(common.UsageError, match="nothing"):
+@pytest.mark.parametrize("pattern", ["!nothing*", "nothing*", "!*.weight"])
+def test_pattern_without_effect_is_refused(pattern):
+    """ "!head.*" alone freezes nothing: it is "*" "!head.*" that trains the head alone."""
+    with pytest.raises(common.UsageError, match=re.escape(f"--freeze {pattern}: ")):
         common.freeze(nn.Sequential(nn.Linear(2, 2)), ["*.bias", pattern])
+
+
+def test_exact_names_come_before_names_without_a_prefix(tmp_path):
+    net = nn.ModuleDict({"fc": nn.Linear(1, 1), "module": nn.ModuleDict({"fc": nn.Linear(1, 1)})})
+    content = {"fc.weight": torch.ones(1, 1), "module.fc.weight": torch.full((1, 1), 2.0)}
+    for number, names in enumerate((list(content), list(reversed(content)))):
+        loaded = load_into(net, {name: content[name] for name in names}, tmp_path / str(number))
+        assert loaded["fc.weight"] == 1 and loaded["module.fc.weight"] == 2
+    plain = nn.Sequential(nn.Linear(1, 1))
+    both = {"0.weight": torch.ones(1, 1), "module.0.weight": torch.zeros(1, 1)}
+    assert load_into(plain, both, tmp_path / "both")["0.weight"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tensors: {"ema": {"decay": 0.9}, "model": tensors},
+        lambda tensors: {"ema": {}, "model": tensors},
+        lambda tensors: {"weights": {"ce": 1.0}, "state_dict": tensors},
+        lambda tensors: {"model": {"state_dict": tensors}},
+    ],
+)
+def test_weights_are_found_where_the_tensors_are(wrap, tmp_path):
+    tensors = {"0.weight": torch.ones(1, 1)}
+    net = nn.Sequential(nn.Linear(1, 1))
+    assert load_into(net, wrap(tensors), tmp_path / "file")["0.weight"] == 1
 
 
 @pytest.mark.parametrize(("mode", "n"), MODES)

@@ -282,9 +282,15 @@ mutant("freeze: what is left out begins to train", "common", "parameters[name].r
        "test_freeze_does_not_wake_what_the_model_has_frozen")
 mutant("weights: the average of other programs", "common", 'for part in ("ema", "weights",', 'for part in ("weights",',
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
-mutant("weights: the pose trainer's key", "common", '("ema", "weights", "state_dict"', '("ema", "state_dict"',
+mutant("weights: the pose trainer's key", "common", '("ema", "weights",', '("ema",',
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: prefixes at the beginning alone", "common", 'return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))',
        'return __import__("re").sub(r"^((module|_orig_mod)\\.)+", "", name)', "test_prefix_within_a_name_is_taken_away")
 mutant("lr: the first group alone is scaled", "common", "for group in optimizer.param_groups:\n        group[\"lr\"]", "for group in optimizer.param_groups[:1]:\n        group[\"lr\"]",
        "test_rates_of_all_groups_are_scaled")
+mutant("lr: a tensor stays one", "common", 'float(group["lr"]) * factor', 'group["lr"] * factor', "test_rate_of_an_optimizer_may_be_a_tensor_or_of_numpy")
+mutant("freeze: an exception without effect", "common", 'or (pattern.startswith("!") and not matched & chosen)', "", "test_pattern_without_effect_is_refused")
+mutant("weights: a prefix wins over the exact name", "common", "    given |= {name: value for name, value in weights.items() if name in own}\n", "",
+       "test_exact_names_come_before_names_without_a_prefix")
+mutant("weights: the first part, whatever it holds", "common", "and any(isinstance(v, (Tensor, dict)) for v in inner.values())", "",
+       "test_weights_are_found_where_the_tensors_are")

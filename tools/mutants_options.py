@@ -302,6 +302,11 @@ mutant("options: a run of which only best.pt is left", "machinery/options", 'any
 mutant("task: its optimizer is not asked", "machinery/tasks", "return Task(**found)", 'return Task(**{**found, "build_optimizer": default_optimizer})',
        "test_optimizer_of_a_task_is_the_same_in_every_mode")
 mutant("check: an optimizer that is none", "machinery/check", "if not isinstance(optimizer, torch.optim.Optimizer):", "if False:",
-       "test_optimizer_that_is_none_is_refused")
+       "test_optimizer_that_cannot_be_right_is_refused")
 mutant("options: a final rate without effect", "machinery/options", 'args.final_lr > 0 and schedule != "cosine"', "False",
        "test_final_rate_without_effect_is_refused")
+REFUSED_OPTIMIZER = "test_optimizer_that_cannot_be_right_is_refused"
+mutant("check: an optimizer with a closure", "machinery/check", "inspect.signature(optimizer.step).bind()", "pass", REFUSED_OPTIMIZER)
+mutant("check: an optimizer that leaves a parameter out", "machinery/check", "if not trained <= parts <= {", "if not parts <= {", REFUSED_OPTIMIZER)
+mutant("check: an optimizer of another model", "machinery/check", "if not trained <= parts <= {id(p) for p in net.parameters()}:", "if False:", REFUSED_OPTIMIZER)
+mutant("check: an optimizer that cannot be read again", "machinery/check", "torch.load(io.BytesIO(file.getvalue()), weights_only=True)", "pass", REFUSED_OPTIMIZER)

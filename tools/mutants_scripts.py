@@ -148,3 +148,7 @@ mutant("spawn: local rank for rank", "train_spawn", "rank = args.node_rank * arg
        "test_pitfall_40_two_launchers_are_one_job")
 mutant("spawn: arguments checked after the start", "train_spawn", "    check_run(args)\n", "",
        "test_spawn_checks_before_it_starts_a_process")
+for script in ("ddp", "spawn"):
+    mutant(f"{script}: the optimizer sees synchronised layers", f"train_{script}", "optimizer = task.build_optimizer(args, net)",
+           "net = convert_sync_batchnorm(net, device)\n    optimizer = task.build_optimizer(args, net)",
+           "test_groups_by_kind_of_layer_are_the_same_with_sync_bn")
