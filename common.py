@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import fnmatch
+import itertools
 import math
 import os
 import warnings
@@ -571,14 +572,22 @@ class Meter:
 
     def clear(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.lists: dict[str, list[list]] = {}
         self.count = 0
 
-    def add(self, **values: Tensor) -> None:
-        """Add one tensor [n] per name. Raises ValueError if the names or lengths differ."""
+    def add(self, **values: Tensor | list) -> None:
+        """Add one tensor [n] per name. Raises ValueError if the names or lengths differ.
+
+        A list of n values is kept on the CPU, for the function that `mean` is given.
+        """
         if self.sums:
             self._check_names(values)
         first = next(iter(values.values()))
         for name, value in values.items():
+            if isinstance(value, list) and len(value) == len(first):
+                plain = [v.cpu() if isinstance(v, Tensor) else v for v in value]
+                self.lists.setdefault(name, []).append(plain)
+                continue
             if not isinstance(value, Tensor) or value.dim() != 1 or value.shape != first.shape:
                 kind = type(value).__name__
                 found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else kind
@@ -586,11 +595,25 @@ class Meter:
             self.sums[name] = self.sums.get(name, 0) + value.detach().sum(dtype=self.dtype)
         self.count += len(first)
 
-    def mean(self) -> dict[str, float]:
-        """Return the mean of each name over all samples of all ranks, and their `count`."""
+    def mean(self, function: Callable[[dict[str, list]], dict[str, float]] | None = None) -> dict:
+        """Return the mean of each name over all samples of all ranks, and their `count`.
+
+        `function` gets the lists of all ranks on rank 0, by name, in the order of the samples. What
+        it returns is added on every rank. It needs an evaluation in the batches of ShardSampler.
+        """
         names, sums = self._sums()
         *totals, count = reduce_value(sums, average=False).tolist()
-        return {**{name: total / count for name, total in zip(names, totals)}, "count": int(count)}
+        means = {name: total / count for name, total in zip(names, totals)}
+        if function:
+            ranks: list[Any] = [self.lists]
+            if dist.is_initialized():
+                ranks *= dist.get_world_size()
+                dist.gather_object(self.lists, ranks if get_rank() == 0 else None)
+            found = None
+            if get_rank() == 0:
+                found = function({name: in_order(ranks, name) for name in self.lists})
+            means |= {name: float(value) for name, value in broadcast_object(found).items()}
+        return {**means, "count": int(count)}
 
     def sums_of_ranks(self) -> dict[str, list[float]]:
         """Return the sum of each name, and the `count`, for each rank.
@@ -615,17 +638,23 @@ class Meter:
         self.sums = {name: torch.tensor(value, **tensor) for name, value in share.items()}
 
     def _check_names(self, names: Iterable[str]) -> None:
-        if only := ", ".join(sorted({*names} ^ {*self.sums})):
+        if only := ", ".join(sorted({*names} ^ {*self.sums, *self.lists})):
             problem = "per_sample_metrics must return the same names for every batch"
             raise ValueError(f"{problem}; only some batches have {only}")
 
     def _sums(self) -> tuple[list[str], Tensor]:
-        names = broadcast_object(list(self.sums))  # a rank without a sample has seen no name
-        if self.sums:
-            self._check_names(names)
+        names, lists = broadcast_object((list(self.sums), list(self.lists)))
+        if self.sums:  # a rank without a sample has seen no name
+            self._check_names([*names, *lists])
         zero = torch.zeros((), device=self.device, dtype=self.dtype)
         values = [self.sums.get(name, zero) for name in names]
         return [*names, "count"], torch.stack([*values, zero + self.count])
+
+
+def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
+    """Return the values of all samples: rank r of N evaluated the batches r, r + N, r + 2 N, ..."""
+    rounds = itertools.zip_longest(*(lists.get(name, []) for lists in ranks), fillvalue=[])
+    return [value for batches in rounds for batch in batches for value in batch]
 
 
 # ------------------------------------------------------------------------------- checkpoint files

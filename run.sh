@@ -61,7 +61,9 @@ case $mode in
 esac
 
 for option; do
-  [[ $option != --help && $option != -h ]] || exec "$python" "$here/train_$mode.py" --help
+  [[ $option == --help || $option == -h ]] || continue
+  [[ $1 == -* ]] || shift # N
+  exec "$python" "$here/train_$mode.py" "$@"
 done
 devices="" # not given: train_dp.py and train_spawn.py have an option for it, and a default
 if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to be N

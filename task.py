@@ -1,6 +1,6 @@
 """The part you replace: data sets, model, loss and metrics of one problem.
 
-A task is any file with the first four of these functions (--task FILE.py). The training scripts
+A task is any file with the first four functions (--task FILE.py). The training scripts
 know nothing of the problem, and this file nothing of devices. Here: image classification.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
@@ -10,11 +10,17 @@ build_model(args) -> nn.Module           called with the random state seeded by 
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. Keyword-only parameters get
                                          the value of the option that they name.
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
-                                         better, decides which checkpoint is best.pt
-build_optimizer(args, net)               may be left out: an optimizer of torch.optim, with groups
-                                         and rates of its own. The schedule scales each of them.
+                                         better, decides which checkpoint is best.pt (see --best).
+                                         A list of n values goes to dataset_metrics instead
 
-Loss and metrics are per sample: their sums are exact, however a batch is cut.
+Loss and metrics are per sample: their sums are exact, however a batch is cut. A task may also have:
+
+build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
+                                         own. The schedule scales each rate
+dataset_metrics(outputs) -> {name: float}  metrics that are no mean, such as AP or F1. `outputs` has
+                                         the lists of per_sample_metrics, one value per sample of
+                                         the whole evaluation set, in its order; on rank 0's CPU
+add_options(parser)                      calls parser.add_argument for options of this task
 """
 
 from __future__ import annotations

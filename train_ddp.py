@@ -60,7 +60,7 @@ def evaluate(
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
             meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
-    return meter.mean()
+    return meter.mean(task.dataset_metrics)
 
 
 @record  # torchrun shows the traceback of the rank that failed first

@@ -53,7 +53,7 @@ def evaluate(
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
             meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
-    return meter.mean()
+    return meter.mean(task.dataset_metrics)
 
 
 @leaves_no_trace  # a notebook that calls main finds its process as it was before

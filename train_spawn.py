@@ -61,7 +61,7 @@ def evaluate(
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
             meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
-    return meter.mean()
+    return meter.mean(task.dataset_metrics)
 
 
 def worker(local_rank: int, args: Namespace, init_method: str) -> int:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 import common
 from common import UsageError
 from machinery.files import find_checkpoint
+from machinery.options import refuse
 from machinery.processes import resolve_device_type
 from machinery.rendezvous import check_address
 from machinery.tasks import Task, blame, build_net, load_task
@@ -98,6 +99,8 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
     last = min(2, n % batch_size or batch_size)  # samples of the last batch
     for indices in first, [*range(n - last, n)]:
         check_samples(args, task, net, val_set, indices, on_cpu, meter)
+    unknown = args.best not in (None, *meter.sums) and meter.count and not task.dataset_metrics
+    refuse(unknown, f"--best {args.best}: no such metric; use one of {', '.join(meter.sums)}")
 
 
 @torch.no_grad()
@@ -141,7 +144,4 @@ def check_samples(
         if not metrics or RESERVED & metrics.keys():
             wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
             raise UsageError(f"{where} must return {wanted}; got {metrics}")
-        if args.best not in (None, "loss", *metrics):
-            names = ", ".join(metrics)
-            raise UsageError(f"--best {args.best}: the task has no such metric; use loss, {names}")
         meter.add(loss=losses, **metrics)

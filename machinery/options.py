@@ -16,6 +16,7 @@ import torch
 from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError
 from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
+from machinery.tasks import blame, load_module
 
 
 class Trait(enum.Flag):
@@ -110,6 +111,7 @@ amount, share = number(float, 0), number(float, 0, 1)
 filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
 host = like(r"[\w.-]+", "be a host name or an IPv4 address")
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
+PLAIN = (int, float, str, list, type(None))
 TASK = str(Path(__file__).resolve().parent.parent / "task.py")
 
 # fmt: off
@@ -223,6 +225,11 @@ def keys(trait: Trait) -> set[str]:
     return {option.key for option in OPTIONS if trait in option.traits}
 
 
+def plain_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what a checkpoint can hold; a task may have put other things into `args`."""
+    return {name: value for name, value in vars(args).items() if isinstance(value, PLAIN)}
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
@@ -245,6 +252,24 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
+    """Let the file of --task add its options; they describe the run, like those without a trait."""
+    first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    first.add_argument("--task", default=TASK, nargs="?")
+    path = Path(first.parse_known_args(argv)[0].task or TASK)
+    # Most tasks add none. Then their code is not run in the process that only starts the ranks.
+    adds = re.compile(rb"^(def|from)\b.*\badd_options\b", re.MULTILINE)
+    if not path.is_file() or not adds.search(path.read_bytes()):
+        return
+    with blame(f"--task {path}: add_options", str(path)):
+        group = parser.add_argument_group(f"task {path.stem}")
+        load_module(path).add_options(group)
+        for action in group._group_actions:
+            if not isinstance(action.default, PLAIN):
+                wanted = "a number, a text, a list or None, to be stored in a checkpoint"
+                raise UsageError(f"{action.option_strings[0]}: its default must be {wanted}")
+
+
 def parse_args(
     mode: str, argv: list[str] | None = None, devices: int | None = None
 ) -> argparse.Namespace:
@@ -253,7 +278,9 @@ def parse_args(
     `devices` is how many processes run.sh ddp is going to start on this machine. Raises
     UsageError that names the option, what was given and what would work.
     """
-    args = build_parser(mode).parse_args(argv)
+    parser = build_parser(mode)
+    add_options_of_task(parser, argv)
+    args = parser.parse_args(argv)
     if mode in ("ddp", "spawn"):
         check_nodes(args, mode)
     check_devices(args, mode, devices)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.files import RunFiles
-from machinery.options import OPTIONS, PER_NODE
+from machinery.options import PER_NODE, keys, plain_values
 from machinery.processes import SIGNALS, Stopped, handle_signals
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
@@ -275,8 +275,10 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
         state, args = self.state, self.args
-        first = next(name for name in metrics if name != "loss")
-        score, sign = metrics[args.best or first], -1 if args.best == "loss" else 1
+        name = args.best or next(name for name in metrics if name != "loss")
+        if name not in metrics:
+            raise by_all(f"--best {name}: no such metric; use one of {', '.join(metrics)}")
+        score, sign = metrics[name], -1 if name == "loss" else 1
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         earlier, names = state.best, []
@@ -299,9 +301,8 @@ class Run:
         sums = self.meter.sums_of_ranks()
         checkpoint = self.state.checkpoint()
         if self.files:
-            plain = (int, float, str, list, type(None))
-            config = {name: v for name, v in vars(self.args).items() if isinstance(v, plain)}
-            checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
+            checkpoint |= {"samples": self.sampler.length, "log": sums}
+            checkpoint |= {"config": plain_values(self.args)}
             self.refused = self.files.write_checkpoint(checkpoint, names)
         if self.stopping:
             step = self.state.global_step
@@ -341,8 +342,8 @@ def check_agreement(
     files = sorted([*root.glob("train_*.py"), *root.glob("machinery/*.py")])
     files += [root / "common.py", root / "sampling.py", Path(args.task)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    shared = [option for option in OPTIONS if PER_NODE not in option.traits]
-    mine = {option.name: getattr(args, option.key, None) for option in shared}
+    own, given = keys(PER_NODE), plain_values(args).items()
+    mine = {f"--{key.replace('_', '-')}": value for key, value in given if key not in own}
     mine |= {"the number of training samples": train_length}
     mine |= {"the number of evaluation samples": val_length}
     mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,11 +58,10 @@ class Task(NamedTuple):
     per_sample_loss: Callable[[Any, Any], Tensor]
     per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
     build_optimizer: Callable[..., torch.optim.Optimizer] = default_optimizer
+    dataset_metrics: Callable[[dict[str, list]], dict[str, float]] | None = None
 
 
-def load_task(args: argparse.Namespace) -> Task:
-    """Load --task. Keyword-only parameters of loss and metrics get the options that they name."""
-    path = Path(args.task)
+def load_module(path: Path) -> ModuleType:
     with blame(f"--task {path}", str(path)):
         folder = str(path.resolve().parent)
         if folder not in sys.path:
@@ -71,6 +71,13 @@ def load_task(args: argparse.Namespace) -> Task:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+    return module
+
+
+def load_task(args: argparse.Namespace) -> Task:
+    """Load --task. Keyword-only parameters of loss and metrics get the options that they name."""
+    path = Path(args.task)
+    module = load_module(path)
     found = {n: getattr(module, n) for n in Task._fields if callable(getattr(module, n, None))}
     needed = [name for name in Task._fields if name not in Task._field_defaults]
     if missing := [name for name in needed if name not in found]:

@@ -423,3 +423,17 @@ def test_settings_of_powersgd():
     common.compress_gradients(model, args.grad_compress, scaler)
     (state,) = told
     assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (4, 10)
+
+
+def test_lists_are_forgotten_when_a_meter_is_cleared():
+    meter = common.Meter(torch.device("cpu"))
+    for values in ([1, 2], [3]):
+        meter.clear()
+        meter.add(loss=torch.zeros(len(values)), values=values)
+    assert meter.mean(lambda lists: {"sum": sum(lists["values"])})["sum"] == 3.0
+
+
+def test_list_of_another_length_is_refused():
+    meter = common.Meter(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"boxes must be one number per sample.* got list"):
+        meter.add(loss=torch.zeros(3), boxes=[1, 2])

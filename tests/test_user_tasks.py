@@ -6,9 +6,11 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import warnings
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ import machinery.processes
 import machinery.run
 import machinery.stand_ins
 import machinery.tasks
+import train_ddp
 
 
 @pytest.mark.parametrize(
@@ -386,3 +389,160 @@ def test_groups_by_kind_of_layer_are_the_same_with_sync_bn(tmp_path, monkeypatch
         found = result.checkpoint()["optimizer"]["param_groups"]
         sizes[mode] = [len(group["params"]) for group in found]
     assert sizes["single"] == sizes["ddp"] == sizes["spawn"] and sizes["single"][1] >= 2
+
+
+# ------------------------------------------------------------------- metrics of the whole data set
+
+WHOLE = """
+import numpy, torch
+from small import build_datasets, build_model, per_sample_loss
+def per_sample_metrics(outputs, targets):
+    hits = (outputs.argmax(1) == targets).double()
+    guesses = torch.stack([outputs.argmax(1), targets], 1)
+    return {"top1": hits, "margin": outputs.double().amax(1).tolist(), "guess": list(guesses)}
+def dataset_metrics(outputs):
+    guessed, labels = torch.stack(outputs["guess"]).T
+    scores = []
+    for label in range(10):
+        both = ((guessed == label) & (labels == label)).sum()
+        scores.append(2 * both / ((guessed == label).sum() + (labels == label).sum()).clamp(min=1))
+    place = numpy.arange(1, len(labels) + 1)
+    ordered = float((place * numpy.array(outputs["margin"])).sum())
+    assert len(labels) <= 57
+    return {"macro_f1": torch.stack(scores).double().mean(), "ordered": ordered}
+"""
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "whole.py").write_text(WHOLE)
+    argv = ("--task", tmp_path / "whole.py", "--dtype", "float64", "--batch-size", "30")
+    return (*argv, "--epochs", "2", "--log-every", "4", "--eval-batch-size", "5")
+
+
+def test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode(whole, tmp_path):
+    """57 samples in 12 batches: no world size divides them."""
+    single = train("single", 1, *whole, "--best", "macro_f1", folder=tmp_path / "single")
+    assert single.code == 0, single.err
+    lines = [{k: line[k] for k in ("top1", "macro_f1", "ordered")} for line in single.eval_lines()]
+    assert 0.02 < lines[0]["macro_f1"] < lines[1]["macro_f1"] < 1 and lines[0]["ordered"] > 100
+    assert lines[1]["macro_f1"] != lines[1]["top1"]
+    assert single.checkpoint("best.pt")["best"] == lines[1]["macro_f1"]
+    options = (*whole, "--eval-only", "--resume", single.folder / "best.pt", "--best", "macro_f1")
+    for mode, n in (("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("spawn", 2)):
+        result = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")
+        assert result.code == 0, result.err
+        (line,) = result.eval_lines()
+        assert {key: line[key] for key in lines[1]} == lines[1], (mode, n)
+
+
+def test_metrics_of_the_whole_set_are_right(tmp_path, monkeypatch):
+    from sklearn.metrics import f1_score
+
+    generator = torch.Generator().manual_seed(0)
+    guesses = torch.randint(3, (101, 2), generator=generator)
+    meter = common.Meter(torch.device("cpu"))
+    for part in guesses.split(7):
+        meter.add(loss=torch.zeros(len(part)), guess=part.tolist())
+
+    def macro(lists):
+        guessed, labels = zip(*lists["guess"])
+        return {"f1": f1_score(labels, guessed, average="macro")}
+
+    expected = f1_score(guesses[:, 1], guesses[:, 0], average="macro")
+    assert meter.mean(macro) == {"loss": 0.0, "f1": expected, "count": 101}
+
+
+def test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name(whole, tmp_path):
+    result = train("ddp", 2, *whole, "--best", "map", folder=tmp_path / "run")
+    assert result.code == 2
+    assert "--best map: no such metric; use one of loss, top1, macro_f1, ordered" in result.err
+
+
+# ------------------------------------------------------------------------------ options of a task
+
+OWN = """
+from small import build_datasets, per_sample_loss, per_sample_metrics
+import small
+def add_options(parser):
+    parser.add_argument("--anchor-sizes", type=float, nargs="+", default=[1.0], help="of boxes")
+    parser.add_argument("--frozen-stages", type=int, default=0)
+def build_model(args):
+    net = small.build_model(args)
+    net.conv1.bias.data.fill_(args.anchor_sizes[-1])
+    return net
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "own.py").write_text(OWN)
+    argv = ("--task", str(tmp_path / "own.py"), "--batch-size", "30", "--epochs", "1")
+    return (*argv, "--freeze", "conv1.bias")
+
+
+def test_options_of_a_task_are_parsed_stored_and_compared(own, tmp_path):
+    argv = (*own, "--anchor-sizes", "2", "3.5")
+    for mode, n in (("single", 1), ("ddp", 2), ("spawn", 2)):
+        result = train(mode, n, *argv, folder=tmp_path / mode)
+        assert result.code == 0, result.err
+        checkpoint = result.checkpoint()
+        assert checkpoint["config"]["anchor_sizes"] == [2.0, 3.5]
+        assert checkpoint["config"]["frozen_stages"] == 0
+        assert (checkpoint["model"]["conv1.bias"] == 3.5).all()
+    again = (
+        *own,
+        "--epochs",
+        "2",
+        "--resume",
+        "auto",
+        "--output-dir",
+        str(tmp_path / "ddp" / "run"),
+    )
+    refused = train("single", 1, *again, folder=tmp_path)
+    assert refused.code == 2 and "--anchor-sizes [1.0]: " in refused.err
+    assert "was made with [2.0, 3.5]; use that" in refused.err
+
+
+def test_options_of_a_task_are_in_its_help(own, tmp_path):
+    command = ["bash", str(ROOT / "run.sh"), "ddp", "2", *own, "--help"]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
+    environment = {**os.environ, "PYTHONPATH": str(TASKS)}
+    shown = subprocess.run(command, env=environment, **options)
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(r"^task own:\n +--anchor-sizes [^-]* of boxes", shown.stdout, re.MULTILINE)
+    plain = subprocess.run([*command[:3], "--help"], **options)
+    assert "--anchor-sizes" not in plain.stdout and "--batch-size" in plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('"--lr", type=float', "add_options, line 6: ArgumentError: .*conflicting option"),
+        ('"--size", default=(1, 2)', "--size: its default must be a number, a text, a list or"),
+    ],
+)
+def test_options_of_a_task_that_cannot_be_right_are_refused(line, message, own, tmp_path):
+    (tmp_path / "own.py").write_text(OWN.replace('"--frozen-stages", type=int, default=0', line))
+    with pytest.raises(common.UsageError, match=message):
+        make_args("single", *own)
+
+
+def test_task_without_options_is_not_run_to_parse_the_command_line(tmp_path):
+    (tmp_path / "loud.py").write_text('"""add_options may be left out."""\nraise SystemExit(9)\n')
+    assert make_args("single", "--task", str(tmp_path / "loud.py")).lr == 0.1
+
+
+def other_anchor(rank):
+    original = machinery.options.parse_args
+    train_ddp.parse_args = lambda *arguments: Namespace(
+        **{**vars(original(*arguments)), "anchor_sizes": [1.0 + rank]}
+    )
+
+
+def test_options_of_a_task_must_be_the_same_on_all_nodes(own, tmp_path):
+    result = train("ddp", 2, *own, folder=tmp_path, patch=other_anchor)
+    assert result.code == 2
+    assert "--anchor-sizes is [1.0] on rank 0, but [2.0] on rank 1" in result.err

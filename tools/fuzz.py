@@ -291,6 +291,7 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
         "frozen": (0.15, [True]),
         "eval_noise": (0.15, ["model", "metric"]),
         "metric": (0.4, ["accuracy", "nan"]),
+        "whole": (0.25, [True]),
     }
     task: dict[str, Any] = {"held_out": rng.choice([1, 2, 5, 11, 17])}
     for name, (share, choices) in shares.items():
@@ -662,7 +663,9 @@ class Runs:
             f"import sys\n\nsys.path.append({str(harness.TASKS)!r})",
             "from fuzzed import make_task",
             f"\nSPEC = {trial.task!r}",
-            "build_datasets, build_model, per_sample_loss, per_sample_metrics = make_task(SPEC)",
+            "parts = make_task(SPEC)",
+            "build_datasets, build_model, per_sample_loss, per_sample_metrics, _ = parts",
+            "dataset_metrics = parts[-1] if SPEC.get('whole') else None",
         ]
         self.task.write_text("\n".join(lines) + "\n")
         if "--weights" in trial.options:

@@ -184,7 +184,7 @@ mutant("meter: a new name is welcome", "common",
        "        if self.sums:\n            self._check_names(values)", "        if False:\n            self._check_names(values)",
        "test_metric_of_some_batches_alone_ends_the_run[single-1]")
 mutant("meter: names of other ranks are dropped", "common",
-       "        if self.sums:\n            self._check_names(names)", "        if False:\n            self._check_names(names)",
+       "        if self.sums:\n            self._check_names([*names", "        if False:\n            self._check_names([*names",
        "test_names_that_one_rank_alone_has_are_an_error_and_an_empty_rank_is_none")
 
 for name in ("error_dict", "p_memory_dict"):
@@ -294,3 +294,8 @@ mutant("weights: a prefix wins over the exact name", "common", "    given |= {na
        "test_exact_names_come_before_names_without_a_prefix")
 mutant("weights: the first part, whatever it holds", "common", "and any(isinstance(v, (Tensor, dict)) for v in inner.values())", "",
        "test_weights_are_found_where_the_tensors_are")
+mutant("meter: lists of the ranks one after the other", "common", "return [value for batches in rounds for batch in batches for value in batch]",
+       "return [value for lists in ranks for batch in lists.get(name, []) for value in batch]", "test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode")
+mutant("meter: lists of rank 0 alone", "common", "dist.gather_object(self.lists, ranks if get_rank() == 0 else None)", "pass", "test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode")
+mutant("meter: lists of the last evaluation stay", "common", "        self.lists: dict[str, list[list]] = {}\n        self.count = 0", "        self.lists = getattr(self, 'lists', {})\n        self.count = 0",
+       "test_lists_are_forgotten_when_a_meter_is_cleared")

@@ -23,8 +23,8 @@ mutant("options: --local_rank unknown", "machinery/options",
        "test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
 mutant("options: booleans cannot be turned off", "machinery/options", '"action": argparse.BooleanOptionalAction', '"action": "store_true"',
        "test_booleans_can_be_turned_off_and_help_is_readable[single]")
-mutant("options: abbreviations accepted", "machinery/options", "allow_abbrev=False",
-       "allow_abbrev=True", f"{REFUSED}[single-1 --batch 32]")
+mutant("options: abbreviations accepted", "machinery/options", '.py", allow_abbrev=False',
+       '.py", allow_abbrev=True', f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "machinery/options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
 mutant("options: a run is overwritten", "machinery/options", "refuse(taken,", "refuse(False,",
        f"{REFUSED}[single-1 --output-dir TMP/run]")
@@ -310,3 +310,11 @@ mutant("check: an optimizer with a closure", "machinery/check", "inspect.signatu
 mutant("check: an optimizer that leaves a parameter out", "machinery/check", "if not trained <= parts <= {", "if not parts <= {", REFUSED_OPTIMIZER)
 mutant("check: an optimizer of another model", "machinery/check", "if not trained <= parts <= {id(p) for p in net.parameters()}:", "if False:", REFUSED_OPTIMIZER)
 mutant("check: an optimizer that cannot be read again", "machinery/check", "torch.load(io.BytesIO(file.getvalue()), weights_only=True)", "pass", REFUSED_OPTIMIZER)
+mutant("options: of a task are not asked for", "machinery/options", "    add_options_of_task(parser, argv)\n", "",
+       "test_options_of_a_task_are_parsed_stored_and_compared")
+mutant("options: every task is run to parse", "machinery/options", "or not adds.search(path.read_bytes())", "",
+       "test_task_without_options_is_not_run_to_parse_the_command_line")
+mutant("options: a task's defaults of any kind", "machinery/options", "if not isinstance(action.default, PLAIN):", "if False:",
+       "test_options_of_a_task_that_cannot_be_right_are_refused")
+mutant("best: an unknown metric of the whole set", "machinery/run", "        if name not in metrics:\n", "        if False:\n",
+       "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")

@@ -37,7 +37,7 @@ mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX,
        "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
        "test_signal_to_all_ranks_is_one_signal")
-mutant("stop: without saving", "machinery/run", "if self.files:\n            plain", "if self.files and not self.stopping:\n            plain", f"{BITWISE}[single-1-9]")
+mutant("stop: without saving", "machinery/run", "if self.files:\n            checkpoint |=", "if self.files and not self.stopping:\n            checkpoint |=", f"{BITWISE}[single-1-9]")
 mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)",
        'self._open() if __import__("os").environ.get("LOCAL_RANK", "0") == "0" else None',
        "test_pitfall_32_one_rank_of_all_machines_saves")
@@ -49,8 +49,8 @@ mutant("divergence: not seen at the end", "machinery/run",
 mutant("resume: a model that does not fit is a traceback", "machinery/run",
        "except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:", "except ZeroDivisionError as error:",
        "test_checkpoint_of_other_data_or_another_model_is_refused")
-mutant("save: whatever a task puts into its arguments", "machinery/run", "if isinstance(v, plain)}",
-       "}", "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+mutant("save: whatever a task puts into its arguments", "machinery/run", '"config": plain_values(self.args)',
+       '"config": dict(vars(self.args))', "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
 mutant("swa: statistics not estimated", "machinery/run",
        'if self.args.average == "swa" and state.step == self.steps_per_epoch:', "if False:",
        "test_swa_statistics_are_those_that_torch_estimates")
@@ -79,8 +79,8 @@ mutant("nodes: only one rank finds the difference", "machinery/run", 'raise by_a
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
        "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
-mutant("nodes: what a task put into args is compared", "machinery/run",
-       "{option.name: getattr(args, option.key, None) for option in shared}", "dict(vars(args))",
+mutant("nodes: what a task put into args is compared", "machinery/options",
+       "if isinstance(value, PLAIN)}", "}",
        "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
 mutant("save: a run that could not be saved ends well", "machinery/run",
        "        if refused:\n            raise", "        if False:\n            raise",
@@ -160,7 +160,7 @@ TIES = "test_the_first_of_equal_scores_stays_the_best"
 mutant("best: the last of equal scores", "machinery/run", "or sign * score > sign", "or sign * score >= sign", TIES)
 mutant("best: infinity", "machinery/run", "if math.isfinite(score)", "if not math.isnan(score)", TIES)
 mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
-mutant("best: by the loss", "machinery/run", "first = next(name for name in metrics if name != \"loss\")", "first = next(iter(metrics))", "test_first_metric_that_is_no_loss_decides")
+mutant("best: by the loss", "machinery/run", 'name = args.best or next(name for name in metrics if name != "loss")', "name = args.best or next(iter(metrics))", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
@@ -314,10 +314,10 @@ mutant("folder: a task of one's own is called digits", "machinery/files", 'if ar
        "test_folder_of_a_run_without_a_name")
 mutant("resume: every optimizer can be fused", "machinery/run", 'if "fused" in now:', "if True:",
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
-mutant("best: highest loss", "machinery/run", '-1 if args.best == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
-mutant("best: the first metric whatever is asked", "machinery/run", "metrics[args.best or first]", "metrics[first]",
+mutant("best: highest loss", "machinery/run", '-1 if name == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
+mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or next(', "name = next(",
        "test_lowest_loss_or_a_named_metric_decides")
-mutant("best: an unknown metric", "machinery/check", 'if args.best not in (None, "loss", *metrics):', "if False:",
+mutant("best: an unknown metric", "machinery/check",  "unknown = args.best not in (None, *meter.sums)", "unknown = False",
        "test_metric_that_the_task_does_not_have_is_refused")
 mutant("eval-only: weights from elsewhere refused", "machinery/files", "nothing = args.eval_only and not args.weights", "nothing = args.eval_only",
        "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")

@@ -46,6 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "buffers": [],  # see `add_buffers`
     "eval_noise": "",  # model, metric: draws random numbers in evaluation
     "metric": "negative",  # accuracy, nan
+    "whole": False,  # also a metric of the whole evaluation set, which depends on its order
 }
 PER_REPLICA = {"batch", "batch_mean", "instance_tracked"}  # norms with statistics of a rank's slice
 BUFFERS = ["bool", "uint8", "int32", "int64", "counter", "infinite", "hidden_infinite", "empty"]
@@ -321,6 +322,12 @@ def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Ca
         if spec["metric"] == "nan":
             error = torch.where(targets & NAN_METRIC > 0, float("nan"), error)
         found = {"minus_error": -error, "top1": hits}
-        return dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
+        found = dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
+        shares = {"share": logits.softmax(1).amax(1).tolist()}
+        return found | (shares if spec["whole"] else {})
 
-    return build_datasets, build_model, per_sample_loss, per_sample_metrics
+    def dataset_metrics(lists: dict[str, list]) -> dict[str, float]:
+        ordered = [place * share for place, share in enumerate(lists.get("share", []), 1)]
+        return {"ordered": sum(ordered)} if ordered else {}
+
+    return build_datasets, build_model, per_sample_loss, per_sample_metrics, dataset_metrics
