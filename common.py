@@ -1,7 +1,7 @@
 """What makes a training loop right, on one device and on many.
 
 This file imports nothing else of the project, so that you can copy it. Without a process group
-the helpers that communicate return what they were given: a loop needs no branch on the mode.
+the helpers that communicate change nothing: a loop needs no branch on the mode.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def broadcast_object(value: Any) -> Any:
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    DDP does so in the next forward through its wrapper, too late for an evaluation of `net`.
+    DDP broadcasts them in the next forward through its wrapper, too late for an evaluation.
     Raises RuntimeError if a checksum of a parameter differs between the ranks.
     """
     if not dist.is_initialized():
@@ -366,9 +366,9 @@ def lr_factor(
     schedule: str,
     epochs: int,
     warmup_epochs: float,
-    step_epochs: list[int],
-    step_gamma: float,
-    final_lr: float,
+    step_epochs: Iterable[int] = (),
+    step_gamma: float = 0.1,
+    final_lr: float = 0.0,
 ) -> float:
     """Return learning rate / peak for a global step.
 
@@ -377,13 +377,13 @@ def lr_factor(
     """
     start, end = round(warmup_epochs * steps_per_epoch), epochs * steps_per_epoch
     marks = sorted(epoch * steps_per_epoch for epoch in step_epochs)
-    low = final_lr if schedule == "cosine" else step_gamma
+    low = step_gamma if schedule in USE_MARKS else final_lr
     factor = SCHEDULES[schedule](max(step, start), start, end, marks, low)
     return factor * (step + 1) / start if step < start else factor
 
 
 def build_scheduler(
-    optimizer: torch.optim.Optimizer, steps_per_epoch: int, *schedule: Any
+    optimizer: torch.optim.Optimizer, steps_per_epoch: int, **schedule: Any
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the learning rate as a function of the global step; `schedule` as in lr_factor.
 
@@ -392,7 +392,7 @@ def build_scheduler(
     # A skipped first step counts too: torch would warn that the optimizer has made no step.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, steps_per_epoch, *schedule)
+        optimizer, lambda step: lr_factor(step, steps_per_epoch, **schedule)
     )
 
 
@@ -404,9 +404,9 @@ class StepGuard(torch.amp.GradScaler):
     A skipped step changes no BatchNorm statistics either, where one NaN would stay for ever. It
     overrides a private method of torch's class, tested with torch 2.8 and 2.15.
 
-    `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps since the last log
-    line; `in_a_row` counts consecutive ones. At 10 it stays, so that a look every tenth step
-    cannot miss it. All stay on the device.
+    `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
+    sets it to zero; `in_a_row` counts consecutive ones. When it has reached 10 it stays: the run
+    looks at it every tenth step. All stay on the device.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:

@@ -178,7 +178,7 @@ class WholeBatches(Dataset):
 class ImagesInMemory(WholeBatches):
     """Images uint8 [N, C, H, W] and labels int64 [N] -> (uint8 [C, H, W], int64 []).
 
-    `shift` is the largest random shift in pixels; `flip` mirrors every second image.
+    `shift` is the largest random shift in pixels; `flip` mirrors with probability 1/2.
     """
 
     in_memory = True  # loader workers would only copy

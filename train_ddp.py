@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
-    loading = args.seed, args.workers, args.skip_corrupt
-    train_loader = build_loader(train_set, train_sampler, device, *loading)
-    val_loader = build_loader(val_set, val_sampler, device, *loading)
+    loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
+    train_loader = build_loader(train_set, train_sampler, device, **loading)
+    val_loader = build_loader(val_set, val_sampler, device, **loading)
 
     # After the loaders: they fork workers, and to fork beside communication threads may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
@@ -87,9 +87,10 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
-    schedule = args.schedule, args.epochs, args.warmup_epochs
-    shape = args.step_epochs, args.step_gamma, args.final_lr
-    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, *schedule, *shape)
+    schedule = {"schedule": args.schedule, "epochs": args.epochs}
+    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
+    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)

@@ -64,8 +64,8 @@ def main() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double().to(device)
     optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0, nesterov=False)
-    schedule = "cosine", args.epochs, 0.5, [], 0.1, 0.0  # as the parameters of common.lr_factor
-    scheduler = common.build_scheduler(optimizer, sampler.steps_per_epoch, *schedule)
+    schedule = {"schedule": "cosine", "epochs": args.epochs, "warmup_epochs": 0.5, "final_lr": 0.0}
+    scheduler = common.build_scheduler(optimizer, sampler.steps_per_epoch, **schedule)
     guard = common.StepGuard("off", device, net)
     parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "guard": guard}
     first_epoch = 0
@@ -94,6 +94,8 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
 
+        if guard.in_a_row >= common.MAX_SKIPPED_IN_A_ROW:
+            raise RuntimeError("diverged: ten steps in a row had non-finite gradients")
         common.sync_buffers(net)
         net.eval()
         meter = common.Meter(device)

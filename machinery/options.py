@@ -28,7 +28,8 @@ class Trait(enum.Flag):
     EVALUATED = enum.auto()  # an evaluation of the checkpoint depends on it too
 
 
-NONE, MAY_CHANGE, PER_NODE, EVALUATED = (Trait(value) for value in (0, 1, 2, 4))
+NONE, MAY_CHANGE = Trait.NONE, Trait.MAY_CHANGE
+PER_NODE, EVALUATED = Trait.PER_NODE, Trait.EVALUATED
 FREE = MAY_CHANGE | PER_NODE
 
 
@@ -175,7 +176,7 @@ option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
        "of the parameters; float64 is for proofs")
 
 group("distribution")
-flag("--sync-bn", NONE, "BatchNorm statistics over the global batch (no effect on one device)")
+flag("--sync-bn", NONE, "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
 option("--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", NONE,
        "send smaller gradients (ddp, spawn)")
 flag("--find-unused-parameters", MAY_CHANGE,
@@ -357,7 +358,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(unused, f"{marks} has no effect on --schedule {schedule}; use {use}")
     too_many = schedule == "cyclic" and len(steps) > 1
     refuse(too_many, f"{marks}: --schedule cyclic takes one number, the length of a cycle")
-    unused = args.final_lr > 0 and schedule != "cosine"
+    unused = args.final_lr > 0 and schedule in ("constant", *USE_MARKS)
     refuse(unused, f"--final-lr {args.final_lr} has no effect on --schedule {schedule}; use cosine")
     # A run of one epoch may cut the default.
     longer = args.epochs < warmup != usual.settings["default"]

@@ -291,7 +291,7 @@ class Run:
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
-            state.best = earlier  # the score of best.pt
+            state.best = earlier  # the score of best.pt; rank 0 knows, and it alone saves it
 
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.

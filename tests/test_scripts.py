@@ -16,7 +16,7 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.options
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30)))
-OWN_LINES = 3785  # of the project's own Python: tests/ and tools/ are beside it
+OWN_LINES = 3790  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
@@ -395,7 +395,6 @@ def test_lines_that_readme_explains_stand_in_train_ddp():
     script = " ".join(SCRIPTS["ddp"].split())
     assert len(rows) == 8
     for row in rows:
-        row = row.replace("world_size / batch_size", "dist.get_world_size() / args.batch_size")
         for part in row.split("..."):
             assert part.strip("(), ") in script, row
 

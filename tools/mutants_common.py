@@ -273,9 +273,9 @@ mutant("meter: sums of another world to rank 1", "common",
 mutant("drift: the smallest number has no negative", "common", "torch.cat([sums, ~sums])", "torch.cat([sums, 1 - sums])", DRIFTED)
 mutant("drift: minus zero is overlooked", "common", "torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest\n    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()",
        "torch.cat([sums, -sums])\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)\n    largest, smallest = extremes[: len(sums)].tolist(), (-extremes[len(sums) :]).tolist()", DRIFTED)
-mutant("schedule: the final rate is forgotten", "common", 'low = final_lr if schedule == "cosine" else step_gamma', "low = 0.0",
+mutant("schedule: the final rate is forgotten", "common", "low = step_gamma if schedule in USE_MARKS else final_lr", "low = step_gamma if schedule in USE_MARKS else 0.0",
        "test_cosine_falls_to_the_final_rate")
-mutant("schedule: --step-gamma for cosine", "common", 'final_lr if schedule == "cosine" else', 'final_lr if schedule == "cyclic" else',
+mutant("schedule: --step-gamma for cosine", "common", "low = step_gamma if schedule in USE_MARKS else final_lr", "low = step_gamma",
        "test_cosine_falls_to_the_final_rate")
 mutant("freeze: leaves nothing out", "common", 'chosen - matched if pattern.startswith("!") else', "", "test_freeze_all_but")
 mutant("freeze: what is left out begins to train", "common", "parameters[name].requires_grad_(False)", "parameters[name].requires_grad_(False)\n    for name in parameters.keys() - chosen:\n        parameters[name].requires_grad_(True)",

@@ -303,7 +303,7 @@ mutant("task: its optimizer is not asked", "machinery/tasks", "return Task(**fou
        "test_optimizer_of_a_task_is_the_same_in_every_mode")
 mutant("check: an optimizer that is none", "machinery/check", "if not isinstance(optimizer, torch.optim.Optimizer):", "if False:",
        "test_optimizer_that_cannot_be_right_is_refused")
-mutant("options: a final rate without effect", "machinery/options", 'args.final_lr > 0 and schedule != "cosine"', "False",
+mutant("options: a final rate without effect", "machinery/options", 'args.final_lr > 0 and schedule in ("constant", *USE_MARKS)', "False",
        "test_final_rate_without_effect_is_refused")
 REFUSED_OPTIMIZER = "test_optimizer_that_cannot_be_right_is_refused"
 mutant("check: an optimizer with a closure", "machinery/check", "inspect.signature(optimizer.step).bind()", "pass", REFUSED_OPTIMIZER)
