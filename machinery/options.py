@@ -253,15 +253,18 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """Let the file of --task add its options; they describe the run, like those without a trait."""
+def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None) -> list[str]:
+    """Let the file of --task add its options, and return their names in the parsed arguments.
+
+    They describe the run, like those without a trait.
+    """
     first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     first.add_argument("--task", default=TASK, nargs="?")
     path = Path(first.parse_known_args(argv)[0].task or TASK)
     # Most tasks add none. Then their code is not run in the process that only starts the ranks.
     adds = re.compile(rb"^(def|from)\b.*\badd_options\b", re.MULTILINE)
     if not path.is_file() or not adds.search(path.read_bytes()):
-        return
+        return []
     with blame(f"--task {path}: add_options", str(path)):
         group = parser.add_argument_group(f"task {path.stem}")
         load_module(path).add_options(group)
@@ -269,6 +272,7 @@ def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None)
             if not isinstance(action.default, PLAIN):
                 wanted = "a number, a text, a list or None, to be stored in a checkpoint"
                 raise UsageError(f"{action.option_strings[0]}: its default must be {wanted}")
+    return [action.dest for action in group._group_actions]
 
 
 def parse_args(
@@ -280,8 +284,9 @@ def parse_args(
     UsageError that names the option, what was given and what would work.
     """
     parser = build_parser(mode)
-    add_options_of_task(parser, argv)
+    task_options = add_options_of_task(parser, argv)
     args = parser.parse_args(argv)
+    args.task_options = task_options
     if mode in ("ddp", "spawn"):
         check_nodes(args, mode)
     check_devices(args, mode, devices)

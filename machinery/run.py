@@ -22,7 +22,7 @@ from tqdm import tqdm
 import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.files import RunFiles
-from machinery.options import PER_NODE, keys, plain_values
+from machinery.options import OPTIONS, PER_NODE, keys, plain_values
 from machinery.processes import SIGNALS, Stopped, handle_signals
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
@@ -342,8 +342,9 @@ def check_agreement(
     files = sorted([*root.glob("train_*.py"), *root.glob("machinery/*.py")])
     files += [root / "common.py", root / "sampling.py", Path(args.task)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    own, given = keys(PER_NODE), plain_values(args).items()
-    mine = {f"--{key.replace('_', '-')}": value for key, value in given if key not in own}
+    shared = {option.key for option in OPTIONS} - keys(PER_NODE) | {*args.task_options}
+    given = vars(args).items()  # a task may have put in more, for a node alone
+    mine = {f"--{key.replace('_', '-')}": value for key, value in given if key in shared}
     mine |= {"the number of training samples": train_length}
     mine |= {"the number of evaluation samples": val_length}
     mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}

@@ -125,6 +125,7 @@ def test_defaults():
     assert found.keys() - DEFAULTS.keys() <= {
         "task",
         "local_rank",
+        "task_options",
         "eval_batch_size",
     }  # the last depends on others
 

@@ -79,9 +79,10 @@ mutant("nodes: only one rank finds the difference", "machinery/run", 'raise by_a
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
        "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
-mutant("nodes: what a task put into args is compared", "machinery/options",
-       "if isinstance(value, PLAIN)}", "}",
-       "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+mutant("nodes: what a task put into args is compared", "machinery/run", "for key, value in given if key in shared}", "for key, value in given}",
+       "test_what_belongs_to_a_node_may_differ")
+mutant("nodes: options of a task are not compared", "machinery/run", "- keys(PER_NODE) | {*args.task_options}", "- keys(PER_NODE)",
+       "test_options_of_a_task_must_be_the_same_on_all_nodes")
 mutant("save: a run that could not be saved ends well", "machinery/run",
        "        if refused:\n            raise", "        if False:\n            raise",
        "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
