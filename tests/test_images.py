@@ -373,4 +373,4 @@ def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
         workers[name] = loader_of(
             make_args(), dataset, make_sampler(40, 8), torch.device("cpu")
         ).num_workers
-    assert workers == {"files": min(8, torch.get_num_threads()), "memory": 0}
+    assert workers == {"files": min(8, sampling.own_cores()), "memory": 0}
