@@ -508,7 +508,19 @@ def test_signal_for_a_rank_that_has_just_ended_is_no_error(monkeypatch):
         def wait(self):
             pass
 
+    class Ended(Ending):
+        """Ended long ago; the system has given its number to another process."""
+
+        def __init__(self):
+            self.pid = other.pid
+
+        def poll(self):
+            return 0
+
     received = []
-    with machinery.processes.at_end:
-        code, cause = machinery.launch.wait_for([Ending()], 1, received)
-    assert (code, cause) == (0, "") and received == [signal.SIGTERM]
+    with subprocess.Popen(["sleep", "60"]) as other:
+        with machinery.processes.at_end:
+            code, cause = machinery.launch.wait_for([Ending(), Ended()], 1, received)
+        assert (code, cause) == (0, "") and received == [signal.SIGTERM]
+        other.kill()
+        assert other.wait() == -signal.SIGKILL, "and not -SIGTERM"

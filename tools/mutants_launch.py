@@ -117,9 +117,9 @@ mutant("launch: signals not handed on", "machinery/launch", "os.kill(process.pid
 mutant("launch: 1 for the ranks' own code", "machinery/launch", 'return purpose[0], ""',
        'return 1, ""', BLAME)
 mutant("launch: signals go to ranks that have ended", "machinery/launch",
-       "            if code is None:\n                os.kill(process.pid, number)",
-       "            os.kill(process.pid, number)",
-       "test_signal_when_all_is_done_changes_nothing")
+       "                if code is None:\n                    os.kill(process.pid, number)",
+       "                os.kill(process.pid, number)",
+       "test_signal_for_a_rank_that_has_just_ended_is_no_error")
 AGAIN = "test_when_the_launcher_restarts"
 mutant("launch: a deliberate end is restarted", "machinery/launch", "if code != 1 or",
        "if code == 0 or", AGAIN)
