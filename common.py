@@ -401,8 +401,8 @@ class StepGuard(torch.amp.GradScaler):
 
     In float32 and bf16 the scale stays 1; only the check is used. The check comes after the
     all-reduce, so all ranks skip the same steps. With a fused optimizer it stays on the device.
-    A skipped step changes no BatchNorm statistics either, where one NaN would stay for ever. It
-    overrides a private method of torch's class, tested with torch 2.8 and 2.15.
+    A skipped step changes no BatchNorm statistics either, where one NaN would stay for ever.
+    The class overrides a private method of torch's GradScaler; tested with torch 2.8 and 2.15.
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
     sets it to zero; `in_a_row` counts consecutive ones. When it has reached 10 it stays: the run

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     average = common.build_average(args.average, net, args.epochs)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)  # compares the ranks' options
+    run = Run(args, state, train_sampler, len(val_set), device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = WithLoss(net, task.per_sample_loss, device, args.amp)

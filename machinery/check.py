@@ -84,7 +84,8 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
             wanted = "every parameter of the model that trains, and no other; see also --freeze"
             raise UsageError(f"{where}: the groups must hold {wanted}")
         torch.save(optimizer.state_dict(), file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)  # else no run could go on
+        file.seek(0)
+        torch.load(file, weights_only=True)  # else no run could go on
     with blame(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, length)
     if checkpoint:

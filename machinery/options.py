@@ -112,7 +112,7 @@ amount, share = number(float, 0), number(float, 0, 1)
 filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
 host = like(r"[\w.-]+", "be a host name or an IPv4 address")
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
-PLAIN = (int, float, str, list, type(None))
+PLAIN = (int, float, str, list, type(None))  # what a checkpoint holds of the options
 TASK = str(Path(__file__).resolve().parent.parent / "task.py")
 
 # fmt: off
@@ -224,11 +224,6 @@ flag("--deterministic", MAY_CHANGE, "slower kernels that give the same bits in e
 def keys(trait: Trait) -> set[str]:
     """Return the names, as in the parsed arguments, of the options that have a trait."""
     return {option.key for option in OPTIONS if trait in option.traits}
-
-
-def plain_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a checkpoint can hold; a task may have put other things into `args`."""
-    return {name: value for name, value in vars(args).items() if isinstance(value, PLAIN)}
 
 
 class Parser(argparse.ArgumentParser):

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.files import RunFiles
-from machinery.options import OPTIONS, PER_NODE, keys, plain_values
+from machinery.options import OPTIONS, PER_NODE, PLAIN, keys
 from machinery.processes import SIGNALS, Stopped, handle_signals
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
@@ -301,8 +301,9 @@ class Run:
         sums = self.meter.sums_of_ranks()
         checkpoint = self.state.checkpoint()
         if self.files:
-            checkpoint |= {"samples": self.sampler.length, "log": sums}
-            checkpoint |= {"config": plain_values(self.args)}
+            # A task may have put other things into the arguments.
+            config = {name: v for name, v in vars(self.args).items() if isinstance(v, PLAIN)}
+            checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
             self.refused = self.files.write_checkpoint(checkpoint, names)
         if self.stopping:
             step = self.state.global_step

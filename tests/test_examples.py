@@ -11,10 +11,10 @@ import torch
 from launches import ROOT, free_port
 
 
-def run_ranks(n, folder, name="", epochs=3):
+def run_ranks(n, folder, name=""):
     """Start n ranks as a launcher does; return what rank 0 printed and saved."""
     file = folder / f"{name or n}.pt"
-    command = [sys.executable, "other_project.py", "--file", str(file), "--epochs", str(epochs)]
+    command = [sys.executable, "other_project.py", "--file", str(file)]
     shared = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     options = {"cwd": folder, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     ranks = []
@@ -47,7 +47,7 @@ def test_another_project_uses_two_files_and_gets_the_same_at_every_world_size(tm
 def test_another_project_resumes_at_another_world_size(tmp_path):
     for name in ("common.py", "sampling.py", "examples/other_project.py"):
         shutil.copy(ROOT / name, tmp_path)
-    whole, expected = run_ranks(1, tmp_path, "whole", epochs=3)
+    whole, expected = run_ranks(1, tmp_path, "whole")
     # A resumed run must meet the schedule of three epochs: cut the file of the whole run short.
     command = "import other_project, common; s = common.save_checkpoint; "
     command += "stop = lambda c, p: (s(c, p), exit(7))[0] if c['epoch'] == 2 else s(c, p); "
@@ -58,7 +58,7 @@ def test_another_project_resumes_at_another_world_size(tmp_path):
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "timeout": 120}
     cut = subprocess.run([sys.executable, "-c", command, "--file", str(file)], **options)
     assert cut.returncode == 7 and torch.load(file, weights_only=True)["epoch"] == 2, cut.stderr
-    resumed, net = run_ranks(3, tmp_path, "cut", epochs=3)
+    resumed, net = run_ranks(3, tmp_path, "cut")
     assert resumed.count("samples)") == 1 and whole.count("samples)") == 3
     for key, value in expected.items():
         assert torch.allclose(net[key], value, rtol=1e-10, atol=1e-12), key

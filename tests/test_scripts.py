@@ -16,7 +16,7 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.options
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30)))
-OWN_LINES = 3798  # of the project's own Python: tests/ and tools/ are beside it
+OWN_LINES = 3793  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
@@ -473,7 +473,7 @@ def test_docs_name_for_every_pitfall_the_code_that_avoids_it_and_its_test():
     tests = set(re.findall(r"def test_pitfall_(\d\d)_", "".join(texts.values())))
     assert {number for number, *_ in rows} == tests
     for number, _, how, where, test in rows:
-        assert f"def test_pitfall_{number}_" in (ROOT / test).read_text()
+        assert f"def test_pitfall_{number}_" in texts[test.removeprefix("tests/")]
         names = ("run.sh", "machinery/options.py", "common.py", "machinery/launch.py")
         code_of = "".join((ROOT / name).read_text() for name in (where, *names))
         for code in re.findall(r"`([^`]+)`", how):
