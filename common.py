@@ -350,14 +350,25 @@ def multi_step(step: int, start: int, end: int, marks: list[int], low: float) ->
     return low ** bisect.bisect_right(marks, step)
 
 
+def share_of_cycle(step: int, start: int, end: int, marks: list[int]) -> float:
+    cycle = marks[0] if marks else max(1, end - start)
+    return ((step - start) % cycle) / cycle
+
+
 def cyclic(step: int, start: int, end: int, marks: list[int], low: float) -> float:
     """Rise from `low` to 1 and fall back, again and again (Smith, arXiv:1506.01186)."""
-    cycle = marks[0] if marks else max(1, end - start)
-    return low + (1 - low) * (1 - abs(2 * ((step - start) % cycle) / cycle - 1))
+    return low + (1 - low) * (1 - abs(2 * share_of_cycle(step, start, end, marks) - 1))
 
 
-USE_MARKS = ["step", "cyclic"]  # the others refuse --step-epochs
+def sawtooth(step: int, start: int, end: int, marks: list[int], low: float) -> float:
+    """Fall from 1 to `low` and jump back, again and again (Izmailov et al., arXiv:1803.05407)."""
+    return 1 - (1 - low) * share_of_cycle(step, start, end, marks)
+
+
+CYCLES = ["cyclic", "sawtooth"]
+USE_MARKS = ["step", *CYCLES]  # the others refuse --step-epochs
 SCHEDULES = {"constant": constant, "cosine": cosine, "step": multi_step, "cyclic": cyclic}
+SCHEDULES |= {"sawtooth": sawtooth}
 
 
 def lr_factor(
@@ -483,13 +494,13 @@ class WeightAverage(AveragedModel):
     """An average of the parameters; every buffer that is not averaged is a copy.
 
     kind "ema": exponential over steps, decay 0.99, also of BatchNorm's statistics.
-    kind "swa": mean over the ends of the last quarter of the epochs; see update_bn.
+    kind "swa": mean over the ends of the epochs of `epochs`, from 1; see update_bn.
 
     `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN,
     and a large integer would be rounded.
     """
 
-    def __init__(self, kind: str, net: nn.Module, epochs: int, decay: float = 0.99) -> None:
+    def __init__(self, kind: str, net: nn.Module, epochs: list[int], decay: float = 0.99) -> None:
         fading = get_ema_multi_avg_fn(decay) if kind == "ema" else None  # None: the mean
         super().__init__(net, multi_avg_fn=fading)
         self.kind, self.epochs, self.decay = kind, epochs, decay
@@ -505,7 +516,8 @@ class WeightAverage(AveragedModel):
 
     def after_epoch(self, net: nn.Module, epoch: int) -> None:
         """Call it at the end of `epoch`; a second call for the same epoch does nothing."""
-        if self.kind == "swa" and self.n_averaged < swa_epochs(self.epochs, epoch + 1):
+        due = sum(done <= epoch + 1 for done in self.epochs)
+        if self.kind == "swa" and self.n_averaged < due:
             self.update_parameters(net)
 
     @torch.no_grad()
@@ -522,14 +534,36 @@ class WeightAverage(AveragedModel):
             averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
 
 
-def swa_epochs(epochs: int, done: int) -> int:
-    """Return how many of the first `done` of all `epochs` SWA averages: of the last quarter."""
-    return max(0, done - epochs * 3 // 4)
+def swa_epochs(
+    swa_start: float,
+    schedule: str,
+    epochs: int,
+    warmup_epochs: float = 0,
+    step_epochs: Iterable[int] = (),
+    **_: Any,
+) -> list[int]:
+    """Return after which epochs, from 1, SWA averages: after the share `swa_start` of the run.
+
+    With cycles of the learning rate it averages where the rate is lowest: where a cycle ends.
+    """
+    found = range(math.floor(epochs * swa_start + 1e-9) + 1, epochs + 1)
+    if schedule not in CYCLES:
+        return [*found]
+    cycle = next(iter(step_epochs), max(1, epochs - warmup_epochs))
+
+    def cycles(epoch: int) -> int:  # that are complete at the end of this epoch
+        return max(0, math.floor((epoch - warmup_epochs) / cycle))
+
+    return [epoch for epoch in found if cycles(epoch) > cycles(epoch - 1)]
 
 
-def build_average(kind: str, net: nn.Module, epochs: int) -> WeightAverage | NoAverage:
-    """Return the average for "none", "ema" or "swa" in a run of so many epochs."""
-    return NoAverage() if kind == "none" else WeightAverage(kind, net, epochs)
+def build_average(
+    kind: str, net: nn.Module, swa_start: float, **schedule: Any
+) -> WeightAverage | NoAverage:
+    """Return the average for "none", "ema" or "swa"; `schedule` as in lr_factor."""
+    if kind == "none":
+        return NoAverage()
+    return WeightAverage(kind, net, swa_epochs(swa_start, **schedule))
 
 
 @torch.no_grad()

@@ -20,6 +20,8 @@ build_optimizer(args, net)               an optimizer of torch.optim, with group
 dataset_metrics(outputs) -> {name: float}  metrics that are no mean, such as AP or F1. `outputs` has
                                          the lists of per_sample_metrics, one value per sample of
                                          the whole evaluation set, in its order; on rank 0's CPU
+train_metrics(outputs, targets)          the metrics of the training log, if not those of
+                                         per_sample_metrics; {} for none, if they take long
 add_options(parser)                      calls parser.add_argument for options of this task
 """
 
@@ -68,6 +70,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
             images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 becomes 0..240
             labels = torch.from_numpy(file["labels"]).long()
         held_out = ImagesInMemory(images[1437:], labels[1437:])
+        held_out.classes = list("0123456789")
         return ImagesInMemory(images[:1437], labels[:1437], shift=1), held_out
     if args.dataset == "imagefolder":
         return image_folders(args)
@@ -102,6 +105,7 @@ def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         flip = train and args.dataset != "mnist"
         labels = torch.as_tensor(source.targets)
         sets.append(ImagesInMemory(images.contiguous(), labels, shift, flip))
+        sets[-1].classes = source.classes
     return sets[0], sets[1]
 
 
@@ -122,12 +126,12 @@ def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     from torchvision.datasets import ImageFolder
 
     root = Path(args.data_dir)
-    held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if not (root / "train").is_dir() or held_out is None:
+    folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if not (root / "train").is_dir() or folder is None:
         wanted = "train/ and val/ (or test/), each with one folder per class"
         raise UsageError(f"--data-dir {root}: needs {wanted}")
     try:
-        train, val = ImageFolder(root / "train"), ImageFolder(held_out)
+        train, val = ImageFolder(root / "train"), ImageFolder(folder)
     except FileNotFoundError as error:  # no class, or a class without an image
         raise UsageError(f"--data-dir {root}: {error}") from error
     if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
@@ -135,7 +139,9 @@ def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         problem = "training and evaluation set must have the same classes"
         raise UsageError(f"--data-dir {root}: {problem}; only one of them has {only}")
     size = args.image_size or DATASETS["imagefolder"][1]
-    return ImageFiles(train.samples, size, True), ImageFiles(val.samples, size, False)
+    held_out = ImageFiles(val.samples, size, False)
+    held_out.classes = val.classes
+    return ImageFiles(train.samples, size, True), held_out
 
 
 def windows_of(images: Tensor, shift: int) -> np.ndarray:
@@ -166,6 +172,7 @@ class WholeBatches(Dataset):
 
     whole_batches = True
     targets: Tensor
+    classes: list[str] | None = None  # their names, for the checkpoint
 
     def __len__(self) -> int:
         return len(self.targets)

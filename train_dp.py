@@ -26,10 +26,10 @@ def train_one_epoch(
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):
-                losses = model(inputs, targets)  # each replica computes the losses of its piece
-            loss = losses.sum() / args.batch_size
+                values = model(inputs, targets)  # each replica computes those of its piece
+            loss = values["loss"].sum() / args.batch_size
             state.scaler.scale(loss).backward()
-            run.meter.add(loss=losses)
+            run.meter.add(**values)
         state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
@@ -81,12 +81,12 @@ def main(argv: list[str] | None = None) -> int:
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
-    average = common.build_average(args.average, net, args.epochs)
+    average = common.build_average(args.average, net, args.swa_start, **schedule)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)  # position, log, stop
+    run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = WithLoss(net, task.per_sample_loss, device, args.amp)
+    model = WithLoss(net, task, device, args.amp)
     model = data_parallel(model, args.replicas, device)  # copies the model in every step
 
     while state.epoch < args.epochs and not args.eval_only:

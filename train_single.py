@@ -25,10 +25,11 @@ def train_one_epoch(
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):
-                losses = task.per_sample_loss(model(inputs), targets)
+                outputs = model(inputs)
+                losses = task.per_sample_loss(outputs, targets)
             loss = losses.sum() / args.batch_size
             state.scaler.scale(loss).backward()
-            run.meter.add(loss=losses)
+            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
@@ -80,9 +81,9 @@ def main(argv: list[str] | None = None) -> int:
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
-    average = common.build_average(args.average, net, args.epochs)
+    average = common.build_average(args.average, net, args.swa_start, **schedule)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)  # position, log, stop
+    run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = net

@@ -32,11 +32,12 @@ def train_one_epoch(
             model.require_backward_grad_sync = i == args.accum_steps - 1  # one all-reduce per step
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
-                losses = task.per_sample_loss(model(inputs), targets)
+                outputs = model(inputs)
+                losses = task.per_sample_loss(outputs, targets)
             # DDP averages over ranks; this factor makes it the mean over the global batch.
             loss = losses.sum() * (dist.get_world_size() / args.batch_size)
             state.scaler.scale(loss).backward()
-            run.meter.add(loss=losses)
+            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
@@ -90,9 +91,9 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
-    average = common.build_average(args.average, net, args.epochs)
+    average = common.build_average(args.average, net, args.swa_start, **schedule)
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, len(val_set), device)  # position, log, stop
+    run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = DistributedDataParallel(

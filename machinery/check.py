@@ -25,7 +25,9 @@ from machinery.rendezvous import check_address
 from machinery.tasks import Task, blame, build_net, load_task
 from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, leave_signals_to_parent
 
-RESERVED = {"loss", "count", "event", "epoch", "global_step"}  # in a line of metrics.jsonl
+# Names in a line of metrics.jsonl that are no metric.
+RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
+RESERVED |= {"grad_norm", "skipped", "data_wait"}
 
 
 def check_run(args: argparse.Namespace) -> None:
@@ -137,12 +139,12 @@ def check_samples(
         common.Meter(meter.device).add(loss=losses)
         if len(losses) != len(indices):
             raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
-    if net.training:
-        return
-    where = f"--task {args.task}: per_sample_metrics"
+    function = task.train_metrics if net.training else task.per_sample_metrics
+    name = task.train_metrics.__name__ if net.training else "per_sample_metrics"
+    where = f"--task {args.task}: {name}"
     with blame(where, args.task):
-        metrics = task.per_sample_metrics(outputs, targets)
-        if not metrics or RESERVED & metrics.keys():
+        metrics = function(outputs, targets)
+        if RESERVED & metrics.keys() or not (metrics or net.training):
             wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
             raise UsageError(f"{where} must return {wanted}; got {metrics}")
-        meter.add(loss=losses, **metrics)
+        (common.Meter(meter.device) if net.training else meter).add(loss=losses, **metrics)

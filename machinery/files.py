@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
@@ -82,16 +83,22 @@ def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -
 def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UsageError if SWA would average epochs whose weights are in no file.
 
-    It happens with more --epochs, when the last quarter of the new run has already begun.
+    It happens with more --epochs, when --swa-start of the new run has already passed.
     """
     if args.average != "swa":
         return
     done = checkpoint["epoch"] + (checkpoint["step"] == checkpoint["samples"] // args.batch_size)
-    wanted, found = swa_epochs(args.epochs, done), int(checkpoint["average"]["n_averaged"])
-    if wanted in (0, found):
+    found = int(checkpoint["average"]["n_averaged"])
+
+    def averaged(epochs: int) -> list[int]:
+        schedule = vars(args) | {"epochs": epochs}
+        return [epoch for epoch in swa_epochs(**schedule) if epoch <= done]
+
+    wanted = averaged(args.epochs)
+    if len(wanted) in (0, found):
         return
-    enough = math.ceil(4 * done / 3)
-    begins = f"--average swa would begin in epoch {done - wanted + 1}"
+    enough = next(epochs for epochs in itertools.count(args.epochs) if not averaged(epochs))
+    begins = f"--average swa would begin in epoch {wanted[0]}"
     holds = f"{path} holds the average of {found} of {done} epochs"
     before = checkpoint["config"].get("epochs")
     advice = f"use --epochs {before}, or at least {enough}"

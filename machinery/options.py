@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError
+from common import CYCLES, OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, swa_epochs
 from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 from machinery.tasks import blame, load_module
@@ -156,9 +156,9 @@ option("--weight-decay", amount, "X", 1e-3, NONE, "on every parameter")
 option("--schedule", list(SCHEDULES), None, "cosine", NONE, "learning rate over the run")
 option("--warmup-epochs", amount, "X", 2.0, NONE, "linear rise of the learning rate at the start")
 option("--step-epochs", positive, "N", [], NONE,
-       "step: epochs of the drops; cyclic: length of a cycle", nargs="+")
+       "step: epochs of the drops; cyclic, sawtooth: length of a cycle", nargs="+")
 option("--step-gamma", share, "X", 0.1, NONE,
-       "step: factor of a drop; cyclic: lowest / highest rate")
+       "step: factor of a drop; cyclic, sawtooth: lowest / highest rate")
 option("--final-lr", share, "FRACTION", 0.0, NONE, "cosine: share of --lr that is left at the end")
 option("--scale-lr", ["none", "linear", "sqrt"], None, "none", NONE,
        "multiply --lr by the world size, or its root")
@@ -166,7 +166,9 @@ option("--clip-grad-norm", number(float, 1e-12), "X", None, NONE,
        "largest norm of the whole gradient (default: no limit)")
 option("--label-smoothing", share, "X", 0.1, EVALUATED, "probability spread over all classes")
 option("--average", ["none", "ema", "swa"], None, "none", EVALUATED,
-       "evaluate averaged weights: of all steps, fading (ema), or of the last quarter (swa)")
+       "evaluate averaged weights: of all steps, fading (ema), or of the last epochs (swa)")
+option("--swa-start", share, "FRACTION", 0.75, NONE,
+       "swa: average epochs after this share of the run; with a cyclic rate, where it is lowest")
 
 group("speed and precision")
 option("--amp", ["off", "bf16", "fp16"], None, "off", NONE, "automatic mixed precision")
@@ -356,10 +358,16 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(missing, "--schedule step needs --step-epochs, when the rate drops, as 15 25")
     unused, use = steps and schedule not in USE_MARKS, " or ".join(USE_MARKS)
     refuse(unused, f"{marks} has no effect on --schedule {schedule}; use {use}")
-    too_many = schedule == "cyclic" and len(steps) > 1
-    refuse(too_many, f"{marks}: --schedule cyclic takes one number, the length of a cycle")
+    too_many = schedule in CYCLES and len(steps) > 1
+    refuse(too_many, f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
     unused = args.final_lr > 0 and schedule in ("constant", *USE_MARKS)
     refuse(unused, f"--final-lr {args.final_lr} has no effect on --schedule {schedule}; use cosine")
+    begins = f"--swa-start {args.swa_start:g}"
+    unused = args.average != "swa" and args.swa_start != 0.75
+    refuse(unused, f"{begins} has no effect on --average {args.average}; use swa, or leave it out")
+    none = args.average == "swa" and not swa_epochs(**vars(args))
+    advice = "use a lower --swa-start, or shorter cycles"
+    refuse(none, f"{begins}: --average swa would average none of {args.epochs} epochs; {advice}")
     # A run of one epoch may cut the default.
     longer = args.epochs < warmup != usual.settings["default"]
     refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import UsageError
+from common import UsageError, print0
 from sampling import own_cores
 
 # They stop a run at the next step; after saving it ends with this exit code. Of two the later in
 # this list wins.
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
 # A rank raises this when another rank is gone. A lost connection of the task itself differs.
 LOST_CONNECTION = re.compile(
@@ -111,6 +112,16 @@ def resolve_device_type(name: str) -> str:
     return found if name == "auto" else name
 
 
+def warn_of_cpu(name: str) -> None:
+    """Say so if --device auto has taken the CPU of a machine that has an accelerator's driver."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    driver = next((path for path in DRIVERS if os.path.exists(path)), None)
+    if name == "auto" and driver and not hidden:
+        found = f"torch {torch.__version__} finds no accelerator, but {driver} is there"
+        advice = "install the torch that fits it, or say --device cpu"
+        print0(f"warning: this run is on the CPU: {found}; {advice}", file=sys.stderr)
+
+
 def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -> torch.device:
     """Select this process's device, before anything is allocated on device 0; set threads.
 
@@ -124,6 +135,7 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
+        warn_of_cpu(name)
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import common
@@ -116,15 +117,19 @@ class Run:
         args: argparse.Namespace,
         state: State,
         sampler: GlobalBatchSampler,
-        val_length: int,
+        val_set: Dataset,
         device: torch.device,
     ) -> None:
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.steps_per_epoch, self.meter = sampler.steps_per_epoch, common.Meter(device)
+        names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
+        self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
+        self.bar: tqdm | None = None
+        self.clock = self.waited = self.lr = 0.0  # the time of the last line, seconds, next rate
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stopping: signal.Signals | None = None
         self.refused = ""
-        check_agreement(args, sampler.length, val_length, device)
+        check_agreement(args, sampler.length, len(val_set), device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
@@ -137,11 +142,11 @@ class Run:
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
                 raise by_all(f"--resume {self.args.resume}: {problem}") from error
-            done = state.epoch + (state.step == self.steps_per_epoch)
-            later = state.average.n_averaged > common.swa_epochs(epochs, done)
-            if self.args.average == "swa" and later and not self.args.eval_only:
-                # With more --epochs the last quarter begins later: drop what was averaged too soon.
-                state.average.n_averaged.zero_()
+            if self.args.average == "swa" and not self.args.eval_only:
+                done = state.epoch + (state.step == self.steps_per_epoch)
+                if state.average.n_averaged > sum(e <= done for e in state.average.epochs):
+                    # With more --epochs SWA begins later: drop what was averaged too soon.
+                    state.average.n_averaged.zero_()
             where = f"at epoch {state.epoch + 1}, step {state.step}"
             if state.epoch >= epochs:
                 where = f"after all {epochs} epochs; more would go on"
@@ -174,7 +179,9 @@ class Run:
     def batches(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the batches that are left of the epoch, on the device."""
         self.sampler.set_position(self.state.epoch, self.state.step)
-        self.clock, self.lr = time.perf_counter(), self.state.optimizer.param_groups[0]["lr"]
+        if not self.bar:
+            self._print_header(loader)
+        self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
         self.bar = tqdm(
             total=self.steps_per_epoch,
             initial=self.state.step,
@@ -183,9 +190,26 @@ class Run:
             dynamic_ncols=True,
             disable=None if get_rank() == 0 else True,  # None: only where somebody watches
         )
+        asked = self.clock = time.perf_counter()
         for batch in loader:
+            self.waited += time.perf_counter() - asked
             yield common.to_device(batch, self.device)
+            asked = time.perf_counter()
         self.bar.close()
+
+    def _print_header(self, loader: DataLoader) -> None:
+        args, net = self.args, self.state.net
+        size = sum(parameter.numel() for parameter in net.parameters())
+        devices = common.get_world_size() * getattr(args, "replicas", 1)
+        share = math.ceil(math.ceil(args.batch_size / args.accum_steps) / devices)
+        model = f"{type(net).__name__}, {size:,} parameters"
+        print0(
+            f"{Path(sys.argv[0]).name} on {devices} x {self.device.type}: {model}; "
+            f"loader workers per process: {loader.num_workers}\n"
+            f"{self.sampler.length} training samples: {self.steps_per_epoch} steps per epoch; "
+            f"a step: {args.batch_size} samples, "
+            f"{args.accum_steps} x up to {share} samples on each device"
+        )
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save or stop if it is time. Call it after each optimizer step."""
@@ -220,13 +244,16 @@ class Run:
             "images_per_s": means["count"] / (now - self.clock),
             "grad_norm": grad_norm.item(),
             "skipped": skipped,
+            **{name: mean for name, mean in means.items() if name not in ("loss", "count")},
+            "data_wait": self.waited / (now - self.clock),
         }
-        self.clock = now
+        self.clock, self.waited = now, 0.0
         self.meter.clear()
         state.scaler.skipped.zero_()
         warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
-        speed = f"{line['images_per_s']:.0f} images/s"
-        text = f"loss {line['loss']:.6f}  lr {line['lr']:.5f}  {speed}{warning}"
+        values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
+        speed = f"{line['images_per_s']:.0f} images/s  data {line['data_wait']:.0%}"
+        text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
         self._log(line, f"step {state.step}/{self.steps_per_epoch}  {text}")
 
     def log_eval(self, metrics: dict[str, float]) -> None:
@@ -304,6 +331,7 @@ class Run:
             # A task may have put other things into the arguments.
             config = {name: v for name, v in vars(self.args).items() if isinstance(v, PLAIN)}
             checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
+            checkpoint["classes"] = self.classes
             self.refused = self.files.write_checkpoint(checkpoint, names)
         if self.stopping:
             step = self.state.global_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,25 +10,26 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from common import autocast, batch_norms, tree_map
+from machinery.tasks import Task
 from sampling import seed_generators
 
 
 class WithLoss(nn.Module):
-    """The network with its per-sample loss, so that each replica computes its own losses.
+    """The network with its loss and metrics per sample: each replica computes its own.
 
     Otherwise all outputs are gathered on the first device: it would need more memory than the
     others, and compute every loss.
     """
 
-    def __init__(
-        self, net: nn.Module, per_sample_loss: Callable, device: torch.device, amp: str
-    ) -> None:
+    def __init__(self, net: nn.Module, task: Task, device: torch.device, amp: str) -> None:
         super().__init__()
-        self.net, self.per_sample_loss, self.device, self.amp = net, per_sample_loss, device, amp
+        self.net, self.task, self.device, self.amp = net, task, device, amp
 
-    def forward(self, inputs: Any, targets: Any) -> Tensor:
+    def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
-            return self.per_sample_loss(self.net(inputs), targets)
+            outputs = self.net(inputs)
+            losses = self.task.per_sample_loss(outputs, targets)
+        return {"loss": losses, **self.task.train_metrics(outputs, targets)}
 
 
 class DataParallel(nn.DataParallel):
@@ -53,7 +53,7 @@ class DataParallelOnCPU(nn.Module):
         super().__init__()
         self.module, self.replicas = module, replicas
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, *inputs: Any) -> dict[str, Tensor]:
         counts: list[int] = []
         tree_map(lambda tensor: counts.append(len(tensor.chunk(self.replicas))), inputs)
         # The replicas share the parameters: gradients add up. Replica 0 updates the buffers.
@@ -64,7 +64,7 @@ class DataParallelOnCPU(nn.Module):
             seed_generators(seed + r)
             piece = tree_map(lambda tensor, r=r: tensor.chunk(self.replicas)[r], inputs)
             outputs.append(functional_call(self.module, own, piece))
-        return torch.cat(outputs)
+        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
 
 def data_parallel(module: nn.Module, replicas: int, device: torch.device) -> nn.Module:

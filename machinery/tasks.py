@@ -59,6 +59,7 @@ class Task(NamedTuple):
     per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
     build_optimizer: Callable[..., torch.optim.Optimizer] = default_optimizer
     dataset_metrics: Callable[[dict[str, list]], dict[str, float]] | None = None
+    train_metrics: Callable[[Any, Any], dict[str, Tensor]] | None = None  # never None once loaded
 
 
 def load_module(path: Path) -> ModuleType:
@@ -83,9 +84,23 @@ def load_task(args: argparse.Namespace) -> Task:
     if missing := [name for name in needed if name not in found]:
         wanted = ", ".join(needed)
         raise UsageError(f"--task {path} must define {wanted}; missing: {', '.join(missing)}")
-    for name in ("per_sample_loss", "per_sample_metrics"):
+    found.setdefault("train_metrics", found["per_sample_metrics"])
+    for name in ("per_sample_loss", "per_sample_metrics", "train_metrics"):
         found[name] = fill_in(path, found[name], args)
+    found["train_metrics"] = means_only(found["train_metrics"])
     return Task(**found)
+
+
+def means_only(metrics: functools.partial) -> Callable:
+    """Return the metrics without gradients, and without the lists, which an evaluation needs."""
+
+    @functools.wraps(metrics.func)
+    @torch.no_grad()
+    def without_lists(outputs: Any, targets: Any) -> dict[str, Tensor]:
+        found = metrics(outputs, targets) or {}
+        return {name: value for name, value in found.items() if not isinstance(value, list)}
+
+    return without_lists
 
 
 def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callable:

@@ -393,7 +393,7 @@ def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
 
 
 def average_of(args: Namespace, net: torch.nn.Module):
-    return common.build_average(args.average, net, args.epochs)
+    return common.build_average(args.average, net, args.swa_start, **schedule_of(args))
 
 
 def check(mode: str, n: int, *argv: str) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import TASKS, run_processes
+from launches import MEASURED
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import common
@@ -127,7 +128,7 @@ class Patches:
 
 def without_speed(lines):
     """Lines of metrics.jsonl without what differs from run to run."""
-    return [{key: value for key, value in line.items() if key != "images_per_s"} for line in lines]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 def launch(*command, timeout=120, **environment):

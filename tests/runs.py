@@ -22,6 +22,12 @@ class Clock:
         return (lambda: self.seconds) if name in known else getattr(time, name)
 
 
+class Batches(list):
+    """Stands in for a loader."""
+
+    num_workers = 0
+
+
 def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_size=1):
     """Return a Run that writes to `folder / "run"`; by default an epoch has 6 steps."""
     torch.manual_seed(0)
@@ -40,14 +46,14 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     optimizer = optimizer_of(args, net)
     scheduler = scheduler_of(args, optimizer, sampler.steps_per_epoch)
     parts = optimizer, scheduler, guard_of(args, CPU, net), average_of(args, net)
-    run = machinery.run.Run(args, machinery.run.State(net, *parts), sampler, 57, CPU)
+    run = machinery.run.Run(args, machinery.run.State(net, *parts), sampler, range(57), CPU)
     run.resume()
     return run
 
 
 def start_epoch(run, batches=100):
     """Return the iterator of `run.batches` over made-up batches; the first is on its way."""
-    iterator = run.batches([(torch.zeros(1), torch.zeros(1))] * batches)
+    iterator = run.batches(Batches([(torch.zeros(1), torch.zeros(1))] * batches))
     next(iterator)
     return iterator
 

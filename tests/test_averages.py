@@ -1,6 +1,8 @@
 """Averages of the weights, EMA and SWA, with the statistics and buffers that belong to them."""
 
+import functools
 import math
+import re
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from harness import (
     train,
     undisturbed,
 )
-from patches import BASE
+from patches import BASE, stop_after
 from runs import make_run
 from short_runs import ODD, ODD_MODES, SWA
 from torch import nn
@@ -227,6 +229,75 @@ def test_swa_statistics_behind_dropout_do_not_depend_on_who_loads(mode, n, worke
 def test_swa_leaves_frozen_batchnorm_alone(tmp_path):
     result = train("single", 1, *SWA, "--freeze", "between.*", folder=tmp_path)
     assert result.checkpoint()["average"]["between.running_mean"].abs().sum() == 0
+
+
+# ------------------------------------------------------------------------ which epochs SWA averages
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        ("--epochs 8", [7, 8]),
+        ("--epochs 9", [7, 8, 9]),
+        ("--epochs 8 --swa-start 0", [1, 2, 3, 4, 5, 6, 7, 8]),
+        ("--epochs 100 --swa-start 0.29", [*range(30, 101)]),
+        # Warm-up 2, then cycles of 3 epochs: the rate is lowest after the epochs 5, 8, 11 and 14.
+        ("--epochs 15 --swa-start 0.4 --schedule cyclic --step-epochs 3", [8, 11, 14]),
+        ("--epochs 14 --swa-start 0 --schedule sawtooth --step-epochs 3", [5, 8, 11, 14]),
+        ("--epochs 15 --swa-start 0 --schedule cyclic", [15]),
+        ("--epochs 9 --swa-start 0 --schedule cyclic --step-epochs 1 --warmup-epochs 3.5",
+         [5, 6, 7, 8, 9]),
+        ("--epochs 9 --swa-start 0 --schedule step --step-epochs 3 6", [*range(1, 10)]),
+    ],
+)  # fmt: skip
+def test_epochs_that_swa_averages(argv, wanted):
+    args = make_args("single", "--average", "swa", *argv.split())
+    average = average_of(args, nn.Linear(1, 1))
+    assert average.epochs == wanted
+    for epoch in range(args.epochs):
+        for _ in range(2):  # a resumed run may come by a second time
+            average.after_epoch(nn.Linear(1, 1), epoch)
+        assert average.n_averaged == sum(done <= epoch + 1 for done in wanted), epoch
+
+
+def test_swa_averages_at_the_low_ends_of_cycles(tmp_path):
+    argv = (*ODD, "--model", "conv", "--schedule", "cyclic", "--step-epochs", "2", "--epochs", "5")
+    argv = (*argv, "--warmup-epochs", "1", "--keep-every", "1")
+    argv = (*argv, "--average", "swa", "--swa-start", "0.2")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+    third, fifth = (result.checkpoint(f"epoch-000{epoch}.pt")["model"] for epoch in (3, 5))
+    average = result.checkpoint()["average"]
+    assert average["n_averaged"] == 2
+    for name, value in fifth.items():
+        assert torch.allclose(average[name], (third[name] + value) / 2, rtol=1e-12, atol=1e-14)
+        assert not torch.allclose(average[name], value, rtol=1e-6)
+    # At another world size, after a stop within the third epoch, and with more epochs at the end
+    steps = result.train_lines()[-1]["global_step"] // 5
+    short = tmp_path / "short"
+    stopped = train(
+        "ddp", 3, *argv, folder=short, patch=functools.partial(stop_after, 2 * steps + 2)
+    )
+    assert stopped.code == 143, stopped.err
+    resumed = train("spawn", 2, *argv, "--resume", "auto", folder=short)
+    assert resumed.code == 0, resumed.err
+    found = resumed.checkpoint()["average"]
+    assert found["n_averaged"] == 2
+    for name in fifth:
+        assert torch.allclose(found[name], average[name], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--swa-start 0.5", "--swa-start 0.5 has no effect on --average none; use swa"),
+        ("--average swa --swa-start 1", "--swa-start 1: --average swa would average none of 30"),
+        ("--average swa --schedule cyclic --step-epochs 20", "use a lower --swa-start, or shorter"),
+    ],
+)
+def test_swa_that_would_average_nothing_is_refused(argv, message):
+    with pytest.raises(common.UsageError, match=re.escape(message)):
+        make_args("single", *argv.split())
 
 
 # ----------------------------------------------------------------- SWA and another number of epochs

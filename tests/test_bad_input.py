@@ -510,11 +510,11 @@ CASES = [
             ("loss-target", "per_sample_loss, line 5: RuntimeError: "),
             (
                 "metrics-empty",
-                "per_sample_metrics must return at least one metric, and none named count, epoch, event, global_step, loss; got {}",
+                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, event, global_step, grad_norm, images_per_s, loss, lr, skipped, step; got {}",
             ),
             (
                 "metrics-none",
-                "per_sample_metrics must return at least one metric, and none named count, epoch, event, global_step, loss; got None",
+                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, event, global_step, grad_norm, images_per_s, loss, lr, skipped, step; got None",
             ),
             (
                 "metrics-mean",
@@ -531,7 +531,7 @@ CASES = [
             *(
                 (
                     f"metrics-{name}",
-                    "per_sample_metrics must return at least one metric, and none named count, epoch, event",
+                    "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch",
                 )
                 for name in sorted(machinery.check.RESERVED)
             ),

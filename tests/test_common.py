@@ -85,6 +85,14 @@ def test_cyclic_is_a_triangle_between_gamma_and_one():
     assert values[20:] == pytest.approx(values[:20]), "and again"
 
 
+def test_sawtooth_falls_from_one_to_gamma_and_jumps_back():
+    argv = "--schedule sawtooth --step-epochs 2 --step-gamma 0.1 --warmup-epochs 1 --epochs 5"
+    values = factors(*argv.split())
+    assert values[9] == values[10] == 1.0, "the warm-up rises to where the cycle begins"
+    assert values[20] == pytest.approx(0.55) and values[29] == pytest.approx(0.1 + 0.9 / 20)
+    assert values[30] == 1.0 and values[30:] == pytest.approx(values[10:30]), "and again"
+
+
 SMALL = (
     "--task",
     str(TASKS / "small.py"),

@@ -272,11 +272,12 @@ def test_replicas_take_empty_parts_of_a_sample():
     class Keeping(nn.Module):
         def forward(self, *piece):
             pieces.append(piece)
-            return torch.ones(1)
+            return {"loss": torch.ones(1)}
 
     def scatter(values, n):
         pieces.clear()
-        assert len(machinery.stand_ins.DataParallelOnCPU(Keeping(), n)(*values)) == len(pieces)
+        outputs = machinery.stand_ins.DataParallelOnCPU(Keeping(), n)(*values)
+        assert len(outputs["loss"]) == len(pieces)
         return list(pieces)
 
     pieces = []

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import fetched, keyed, loader_of, make_args, make_sampler
+from harness import TASKS, fetched, keyed, loader_of, make_args, make_sampler, train
 from PIL import Image
+from short_runs import SMALL
 
 import sampling
 import task
@@ -234,6 +235,21 @@ def image_tree(folder, side):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_png(image, str(path))
     return images, make_args("single", "--dataset", "imagefolder", "--data-dir", str(folder))
+
+
+def test_checkpoint_names_the_classes(tmp_path):
+    image_tree(tmp_path, 16)
+    argv = ("--dataset", "imagefolder", "--data-dir", str(tmp_path), "--image-size", "16")
+    argv = (*argv, "--epochs", "1", "--batch-size", "10")
+    result = train("ddp", 2, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+    assert result.checkpoint()["classes"] == ["a", "b"]
+    held_out = task.build_datasets(make_args("single"))[1]
+    assert held_out.classes == [str(digit) for digit in range(10)]
+    small = train("single", 1, *SMALL, "--epochs", "1", folder=tmp_path / "digits")
+    assert small.checkpoint("best.pt")["classes"] == held_out.classes
+    pose = ("--task", str(TASKS / "pose.py"), "--epochs", "1", "--batch-size", "30")
+    assert train("dp", 2, *pose, folder=tmp_path / "pose").checkpoint()["classes"] is None
 
 
 def loaded(args, dataset, workers, world_size=1):

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import in_group, single_run, train
+from harness import TASKS, in_group, make_args, make_sampler, single_run, train
 from patches import BASE, change_training_loss, without_speed
-from runs import Clock, make_run, make_step, start_epoch
+from runs import Batches, Clock, make_run, make_step, start_epoch
 from short_runs import SMALL
 
+import machinery.processes
 import machinery.run
+import machinery.tasks
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -51,6 +53,24 @@ def test_speed_is_the_samples_since_the_last_line_over_the_seconds_since(clock, 
     parts = (0, 1, 2, 3), (4, 5), (0, 1), (2, 3, 4, 5)
     sums = [sum(sum(LOSSES[i]) for i in part) for part in parts]
     assert column(lines, "loss") == [total / n for total, n in zip(sums, (8, 5, 4, 9))]
+
+
+def test_data_wait_is_the_share_of_the_time_before_the_batches(clock, tmp_path):
+    waits = [1.0, 0.5, 0.0, 3.0, 0.25, 0.0]
+
+    class Slow(Batches):
+        def __iter__(self):
+            for seconds in waits:
+                clock.seconds += seconds
+                yield torch.zeros(1), torch.zeros(1)
+
+    run = make_run(tmp_path, "--log-every", 2)
+    clock.seconds += 50  # nobody waits for a batch yet
+    for step, _ in enumerate(run.batches(Slow())):
+        clock.seconds += SECONDS[step]
+        make_step(run, LOSSES[step])
+    found = column(log_of(tmp_path), "data_wait")
+    assert found == [1.5 / (1.5 + 0.75), 3.0 / (3.0 + 3.0), 0.25 / (0.25 + 4.125)]
 
 
 def test_first_line_after_a_resume_is_of_all_samples_since_the_last_line(clock, tmp_path):
@@ -111,7 +131,8 @@ def figures(text):
     """Return the figures of a printed training line, by what stands beside them."""
     found = re.fullmatch(
         r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
-        r"loss (?P<loss>-?\d+\.\d{6}|nan)  lr (?P<lr>\d+\.\d{5})  (?P<speed>\d+) images/s"
+        r"loss (?P<loss>-?\d+\.\d{6}|nan)  (?:odd (?P<odd>\d\.\d{6})  )?lr (?P<lr>\d+\.\d{5})  "
+        r"(?P<speed>\d+) images/s  data (?P<wait>\d+)%"
         r"(?:  skipped (?P<skipped>\d+) steps with non-finite gradients)?",
         text,
     )
@@ -140,8 +161,8 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
                 run.state.scaler.skipped += 1
             make_step(run, losses)
         run.state.epoch, run.state.step = run.state.epoch + 1, 0
-    printed = [figures(line) for line in capsys.readouterr().out.splitlines()]
-    lines = log_of(tmp_path)
+    _, _, *rest = capsys.readouterr().out.splitlines()  # two lines about the whole run
+    printed, lines = [figures(line) for line in rest], log_of(tmp_path)
     assert len(printed) == len(lines) == 6
     for shown, line in zip(printed, lines):
         assert (shown["epoch"], shown["epochs"]) == (line["epoch"] + 1, 7), "counted from 1"
@@ -149,6 +170,7 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
         assert abs(shown["loss"] - line["loss"]) <= 0.5000001e-6
         assert abs(shown["lr"] - line["lr"]) <= 0.5000001e-5
         assert abs(shown["speed"] - line["images_per_s"]) <= 0.5
+        assert abs(shown["wait"] - 100 * line["data_wait"]) <= 0.5
     assert column(lines, "skipped") == [0, 1, 0, 0, 2, 0], "since the last line"
     assert column(printed, "skipped") == [None, 1, None, None, 2, None], "if any"
     assert min(line["images_per_s"] for line in lines) > 100, "or rounding would hide a factor"
@@ -176,8 +198,107 @@ def test_learning_rate_and_norm_of_a_line_are_those_of_its_step(clock, tmp_path)
         "images_per_s",
         "grad_norm",
         "skipped",
+        "data_wait",
     ]
     assert set(names) <= set(lines[0]) and all(line["event"] == "train" for line in lines)
+
+
+ODD_METRIC = """
+import torch
+from small import build_datasets, build_model, per_sample_loss
+def per_sample_metrics(outputs, targets):
+    assert not torch.is_grad_enabled()
+    return {"odd": (targets % 2).double(), "kept": targets.tolist()}
+def dataset_metrics(outputs):
+    return {"labels": float(sum(outputs["kept"]))}
+"""
+
+
+@pytest.mark.parametrize("mode,n", [("single", 1), ("dp", 2), ("ddp", 3), ("spawn", 2)])
+def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_path, monkeypatch):
+    """A metric of the label alone; the order of the samples says what it has to be."""
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "odd_metric.py").write_text(ODD_METRIC)
+    argv = ("--task", tmp_path / "odd_metric.py", "--dtype", "float64", "--batch-size", "30")
+    argv = (*argv, "--epochs", "2", "--log-every", "2", "--accum-steps", "2")
+    result = train(mode, n, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+    args = make_args("single", "--task", str(TASKS / "small.py"))
+    labels = machinery.tasks.load_task(args).build_datasets(args)[0].targets
+    sampler = make_sampler(len(labels), 30, 0, 1)
+    expected = []
+    for epoch in range(2):
+        sampler.set_position(epoch, 0)
+        odd = [(labels[indices] % 2).double().sum().item() for _, indices in sampler]
+        expected += [
+            sum(odd[i : i + 2]) / (30 * len(odd[i : i + 2])) for i in range(0, len(odd), 2)
+        ]
+    found = column(result.train_lines(), "odd")
+    assert found == pytest.approx(expected, rel=1e-12) and len(set(expected)) > 3
+    assert not any("kept" in line or "labels" in line for line in result.train_lines())
+    shown = [figures(line)["odd"] for line in result.out.splitlines() if "images/s" in line]
+    assert shown == pytest.approx(expected, abs=0.51e-6)
+
+
+def test_task_may_log_other_metrics_of_the_training(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    text = ODD_METRIC + "def train_metrics(outputs, targets, *, batch_size):\n    return {}\n"
+    (tmp_path / "none.py").write_text(text)
+    argv = ("--task", tmp_path / "none.py", "--batch-size", "30", "--epochs", "1")
+    for mode, n in (("single", 1), ("dp", 2)):
+        result = train(mode, n, *argv, folder=tmp_path / mode)
+        assert result.code == 0, result.err
+        assert "odd" not in result.train_lines()[0] and "odd" in result.eval_lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "devices", "share"),
+    [("single", 1, 1, 31), ("dp", 2, 2, 16), ("ddp", 3, 3, 11), ("spawn", 2, 2, 16)],
+)
+def test_header_says_what_runs_where(mode, n, devices, share, tmp_path):
+    argv = (*SMALL, "--batch-size", "62", "--accum-steps", "2", "--epochs", "1", "--workers", "1")
+    result = train(mode, n, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+    first, second = result.out.splitlines()[1:3]
+    assert re.fullmatch(
+        rf"\S+ on {devices} x cpu: DigitNet, [\d,]+ parameters; loader workers per process: 1",
+        first,
+    )
+    size = sum(value.numel() for value in result.checkpoint()["model"].values())
+    assert f" {size:,} parameters" in first
+    assert second == (
+        f"203 training samples: 3 steps per epoch; a step: 62 samples, "
+        f"2 x up to {share} samples on each device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("driver", "device", "hidden", "warned"),
+    [
+        (True, "auto", None, True),
+        (True, "cpu", None, False),
+        (True, "auto", "", False),
+        (True, "auto", "-1", False),
+        (False, "auto", None, False),
+    ],
+)
+def test_cpu_is_said_where_an_accelerator_has_a_driver(
+    driver, device, hidden, warned, tmp_path, capsys, monkeypatch
+):
+    file = tmp_path / "nvidiactl"
+    file.touch() if driver else None
+    monkeypatch.setattr(machinery.processes, "DRIVERS", (str(tmp_path / "kfd"), str(file)))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    machinery.processes.set_up_device(device)
+    found = capsys.readouterr().err
+    assert ("warning: this run is on the CPU" in found and str(file) in found) == warned
+    assert warned or not found
+    monkeypatch.setenv("RANK", "1")
+    machinery.processes.set_up_device(device)
+    assert not capsys.readouterr().err, "one rank says it"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -241,7 +362,7 @@ def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkey
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     run = make_run(tmp_path, "--log-every", 2, "--epochs", 3)
     run.state.epoch, run.state.step, run.state.global_step = 1, 3, 9
-    batches = run.batches([(torch.zeros(1), torch.zeros(1))] * 3)
+    batches = run.batches(Batches([(torch.zeros(1), torch.zeros(1))] * 3))
     capsys.readouterr()
     for losses, _ in zip(LOSSES, batches):
         clock.seconds += 0.25
@@ -253,9 +374,11 @@ def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkey
     assert [told for told in bar.told if not isinstance(told, str)] == [1, 1, 1]
     assert bar.told[-1] == "closed" and not bar.disable and not bar.settings["leave"]
     shown = [figures(told) for told in bar.told if isinstance(told, str) and told != "closed"]
-    assert [set(line) for line in shown] == [{"loss", "lr", "speed"}] * 2, "the bar says where"
+    assert [set(line) for line in shown] == [{"loss", "lr", "speed", "wait"}] * 2, (
+        "the bar says where"
+    )
     assert column(shown, "speed") == [12, 6]
-    assert capsys.readouterr().out == "", "no plain lines beside the bar"
+    assert "loss" not in capsys.readouterr().out, "no plain lines beside the bar"
     run.log_eval({"loss": 1.0, "top1": 0.5, "count": 57})
     assert "eval" in capsys.readouterr().out, "which follows the bar"
     monkeypatch.setenv("RANK", "1")
@@ -286,7 +409,7 @@ def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
         for name, value in line.items()
         if name not in positions
     ]
-    assert sorted(run.files.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 5 + 2
+    assert sorted(run.files.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 2
 
 
 def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ def test_arrays_are_augmented_in_training_only(name, side, flip, tmp_path, monke
 
     class Source:
         def __init__(self, root, train, download):
+            self.classes = ["cat", "dog"]
             stored = images.permute(0, 2, 3, 1).numpy() if channels == 3 else images[:, 0]
             self.data, self.targets = (
                 stored[: 60 if train else 20],
@@ -81,7 +82,7 @@ def test_arrays_are_augmented_in_training_only(name, side, flip, tmp_path, monke
     monkeypatch.setattr(f"torchvision.datasets.{task.TORCHVISION[name]}", Source)
     args = make_args("single", "--dataset", name, "--data-dir", str(tmp_path))
     train_set, val_set = task.build_datasets(args)
-    assert (len(train_set), len(val_set)) == (60, 20)
+    assert (len(train_set), len(val_set)) == (60, 20) and val_set.classes == ["cat", "dog"]
     seen, labels = val_set.__getitems__([19, 4])
     assert seen.equal(images[[19, 4]]) and labels.tolist() == [19, 4]
     shown, _ = train_set.__getitems__(list(range(60)))
@@ -312,6 +313,7 @@ def test_torchvision_sets_are_downloaded_under_the_lock(tmp_path, monkeypatch):
     calls = []
 
     class Source:
+        classes = None
         data, targets = torch.zeros(20, 28, 28, dtype=torch.uint8), list(range(10)) * 2
 
         def __init__(self, root, train, download):

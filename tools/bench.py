@@ -170,7 +170,7 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
     if mode == "ddp":
         model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     if mode == "dp":
-        model = WithLoss(net, task.per_sample_loss, run.device, args.amp)
+        model = WithLoss(net, task, run.device, args.amp)
         model = data_parallel(model, args.replicas, run.device)
 
     def step() -> None:

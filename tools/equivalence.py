@@ -318,13 +318,14 @@ def train_in_pieces(
             )
             buffers = [buffer.clone() for buffer in model.buffers()]
             sampling.seed_rng(args.seed, state.global_step, i, rank if job.masks else 0)
-            losses = task.per_sample_loss(model(inputs), targets)
+            outputs = model(inputs)
+            losses = task.per_sample_loss(outputs, targets)
             state.scaler.scale(losses.sum() / args.batch_size).backward()
             for buffer, before in (
                 zip(model.buffers(), buffers) if rank else ()
             ):  # only rank 0's running statistics are kept
                 buffer.copy_(before)
-            run.meter.add(loss=losses)
+            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer)
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch
-from launches import Launch, marked, send
+from launches import MEASURED, Launch, marked, send
 
 import sampling
 
@@ -602,9 +602,7 @@ def differences(ours: Any, theirs: Any, where: str) -> list[str]:
 
 def log_lines(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if name != "images_per_s"} for line in lines
-    ]
+    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
 # --------------------------------------------------------------------------------------------------------------- the campaign

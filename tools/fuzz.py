@@ -50,7 +50,7 @@ import harness
 import torch
 from equivalence import pieces
 from harness import keyed
-from patches import after_step, wrap_in_task
+from patches import after_step, without_speed, wrap_in_task
 from torch import nn
 
 import common
@@ -170,7 +170,12 @@ def draw_lr(rng: random.Random, trial: Trial) -> list[str]:
 def draw_step_epochs(rng: random.Random, trial: Trial) -> list[str] | None:
     if trial.value("--schedule") == "step":
         return [str(rng.randint(1, 2)) for _ in range(rng.randint(1, 2))]
-    return [str(rng.randint(1, 3))] if trial.value("--schedule") == "cyclic" else None
+    return [str(rng.randint(1, 3))] if trial.value("--schedule") in common.CYCLES else None
+
+
+def draw_swa_start(rng: random.Random, trial: Trial) -> list[str] | None:
+    swa = trial.value("--average") == "swa"
+    return [rng.choice(["0", "0.4", "0.5"])] if swa and rng.random() < 0.4 else None
 
 
 def draw_final_lr(rng: random.Random, trial: Trial) -> list[str] | None:
@@ -202,7 +207,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--momentum": sometimes(0.3, "0", "0.5", "0.8"),
     "--nesterov": sometimes(0.2),
     "--weight-decay": sometimes(0.3, "0", "0.01", "0.1"),
-    "--schedule": sometimes(0.7, "constant", "cosine", "step", "cyclic"),
+    "--schedule": sometimes(0.75, "constant", "cosine", "step", "cyclic", "sawtooth"),
     "--warmup-epochs": sometimes(0.7, "0", "0.5", "1", "1.3"),
     "--step-epochs": draw_step_epochs,
     "--step-gamma": sometimes(0.2, "0", "0.3", "0.9"),
@@ -211,6 +216,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
     "--label-smoothing": sometimes(0.3, "0", "0.3"),
     "--average": sometimes(0.55, "ema", "swa"),
+    "--swa-start": draw_swa_start,
     "--amp": sometimes(0.06, "bf16", "bf16", "fp16"),
     "--compile": "takes half a minute a run; tools/equivalence.py tries it",
     "--channels-last": sometimes(0.1),
@@ -314,7 +320,16 @@ def draw_interruption(rng: random.Random) -> dict[str, Any] | None:
 
 def apply_theme(rng: random.Random, trial: Trial) -> None:
     """Make meetings of parts frequent that chance would bring together too seldom."""
-    themes = [None] * 8 + ["powersgd", "ema", "swa", "noise", "wrapped", "infinite", "weights"]
+    themes = [None] * 7 + [
+        "powersgd",
+        "ema",
+        "swa",
+        "swa",
+        "noise",
+        "wrapped",
+        "infinite",
+        "weights",
+    ]
     theme = rng.choice(themes)
     if theme == "powersgd":  # which begins to compress at step 10
         trial.mode, trial.n = rng.choice(RANKS), rng.randint(1, 3)
@@ -330,6 +345,8 @@ def apply_theme(rng: random.Random, trial: Trial) -> None:
     elif theme == "swa":
         trial.earlier_epochs, epochs = rng.choice([(2, 3), (2, 4), (2, 5), (3, 4), (3, 5)])
         trial.options.update({"--average": ["swa"], "--epochs": [str(epochs)]})
+        if rng.random() < 0.7:
+            trial.options["--schedule"] = ["constant"]
         trial.checks = ("resume", *rng.sample(["mode", "eval"], 1))
         trial.interruption = None if rng.random() < 0.7 else trial.interruption
     elif theme == "noise":
@@ -392,16 +409,20 @@ def constrain(trial: Trial) -> Trial:
             given.pop("--final-lr", None)
         if trial.value("--warmup-epochs", "0") > str(trial.earlier_epochs):
             given["--warmup-epochs"] = ["1"]
-        if trial.value("--average") == "swa" and not swa_goes_on(trial):
-            del given["--average"]
     if trial.value("--schedule") == "step":
         given.setdefault("--step-epochs", ["1"])
-    elif trial.value("--schedule") == "cyclic":
+    elif trial.value("--schedule") in common.CYCLES:
         given["--step-epochs"] = given.get("--step-epochs", ["2"])[:1]
     else:
         given.pop("--step-epochs", None)
     if float(trial.value("--warmup-epochs", "0")) > min(trial.epochs, trial.earlier_epochs or 99):
         given["--warmup-epochs"] = ["0.5"]
+    if trial.value("--average") == "swa" and not swa_goes_on(trial):
+        given.pop("--swa-start", None)
+        if not swa_goes_on(trial):
+            del given["--average"]
+    if trial.value("--average") != "swa":
+        given.pop("--swa-start", None)
 
     # Precision
     if "--amp" in given:
@@ -431,15 +452,25 @@ def constrain(trial: Trial) -> Trial:
 
 
 def swa_goes_on(trial: Trial) -> bool:
-    """Whether more --epochs lead to the run that had them from the start.
+    """Whether an epoch is averaged, and more --epochs lead to the run that had them from the start.
 
     The averages so far must count, or all be too early; and no BatchNorm, because an epoch that was
     evaluated by its average has another line than one that was not.
     """
-    before, after = trial.earlier_epochs * 3 // 4, trial.epochs * 3 // 4
-    if trial.part("norm").startswith("batch") or trial.earlier_epochs - before > 1:
+
+    def averaged(epochs: int) -> list[int]:
+        start, warmup = trial.value("--swa-start", "0.75"), trial.value("--warmup-epochs", "2")
+        cycle = [int(epoch) for epoch in trial.options.get("--step-epochs", [])]
+        schedule = trial.value("--schedule", "cosine")
+        return common.swa_epochs(float(start), schedule, epochs, float(warmup), cycle)
+
+    whole, earlier = averaged(trial.epochs), trial.earlier_epochs
+    if not whole or earlier is None:
+        return bool(whole)
+    before, after = averaged(earlier), [epoch for epoch in whole if epoch <= earlier]
+    if trial.part("norm").startswith("batch") or not before:
         return False
-    return before == after or after >= trial.earlier_epochs
+    return before == after or (before == [earlier] and not after)
 
 
 def may_resume(trial: Trial) -> bool:
@@ -549,11 +580,12 @@ def train_in_pieces(
             for buffer, before in zip(buffers, start):
                 buffer.copy_(before)
             sampling.seed_rng(args.seed, state.global_step, i, rank)
-            losses = task.per_sample_loss(model(inputs), targets)
+            outputs = model(inputs)
+            losses = task.per_sample_loss(outputs, targets)
             state.scaler.scale(losses.sum() / args.batch_size).backward()
             for buffer, before in zip(buffers, kept) if rank else ():
                 buffer.copy_(before)
-            run.meter.add(loss=losses)
+            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer)
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)
@@ -608,10 +640,6 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
-
-
-def without_speed(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: line[key] for key in line if key != "images_per_s"} for line in lines]
 
 
 class Violation(Exception):

@@ -69,7 +69,7 @@ mutant("step: drops one step late", "common", "bisect.bisect_right(", "bisect.bi
 mutant("step: epochs in another order", "common", "sorted(epoch * steps_per_epoch for epoch in step_epochs)",
        "[epoch * steps_per_epoch for epoch in step_epochs]",
        "test_step_epochs_in_any_order")
-mutant("cyclic: a saw-tooth", "common", "(1 - abs(2 * ((step - start) % cycle) / cycle - 1))", "((step - start) % cycle) / cycle",
+mutant("cyclic: a saw-tooth", "common", "(1 - abs(2 * share_of_cycle(step, start, end, marks) - 1))", "share_of_cycle(step, start, end, marks)",
        "test_cyclic_is_a_triangle_between_gamma_and_one")
 mutant("cyclic: one cycle only", "common", "((step - start) % cycle)", "(step - start)", "test_cyclic_is_a_triangle_between_gamma_and_one")
 mutant("scaler: skipped steps not counted", "common", "bad = (torch.stack(found).sum() > 0)", "bad = (torch.stack(found).sum() < 0)",
@@ -112,7 +112,7 @@ SHARE = "of[get_rank()] if same else sum(of) * (get_rank() == 0)"
 mutant("resume: sums of all ranks restored on every rank", "common", SHARE, "sum(of)", f"{BITWISE}[ddp-2-9]")
 mutant("resume: sums of the ranks put together", "common", SHARE, "sum(of) * (get_rank() == 0)",
        "test_sums_of_ranks_go_back_to_the_ranks")
-mutant("swa: from the first epoch", "common", "self.n_averaged < swa_epochs(self.epochs, epoch + 1)", "self.n_averaged < epoch + 1",
+mutant("swa: from the first epoch", "common", "self.n_averaged < due", "self.n_averaged < epoch + 1",
        "test_ema_and_swa_are_what_they_say")
 mutant("launch: every rank prints", "common", "    if get_rank() == 0:\n        print(",
        "    if True:\n        print(",

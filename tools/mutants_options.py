@@ -181,8 +181,8 @@ mutant("check: a mean is a loss", "machinery/check", "        common.Meter(meter
        f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
 mutant("check: a loss for each pair of samples", "machinery/check", "if len(losses) != len(indices):", "if False:",
        f"{REFUSED}[single-1 --task TMP/loss-of-pairs.py]")
-mutant("check: no metric", "machinery/check", "if not metrics or RESERVED", "if RESERVED", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
-mutant("check: a mean is a metric", "machinery/check", "meter.add(loss=losses, **metrics)", "pass",
+mutant("check: no metric", "machinery/check", " or not (metrics or net.training):", ":", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: a mean is a metric", "machinery/check", "else meter).add(loss=losses, **metrics)", "else meter).add(loss=losses)",
        f"{REFUSED}[single-1 --task TMP/metrics-mean.py]")
 mutant("nodes: --dist-url is not checked", "machinery/check",
        "check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)", "pass",
@@ -196,17 +196,10 @@ mutant("check: settings of the optimizer are not tried", "machinery/check", "opt
        f"{REFUSED}[single-1 --optimizer adamw --momentum 1]")
 mutant("check: what only the accelerator can do is refused", "machinery/check", "if on_cpu:", "if True:",
        "test_model_that_only_the_accelerator_can_run_is_not_refused")
-mutant("check: a metric named count", "machinery/check",
-       'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
-       'RESERVED = {"loss", "event", "epoch", "global_step"}',
-       "test_names_that_the_log_uses_itself_are_no_metrics")
-mutant("check: a metric named epoch", "machinery/check",
-       'RESERVED = {"loss", "count", "event", "epoch", "global_step"}',
-       'RESERVED = {"loss", "count", "event", "global_step"}',
-       "test_names_that_the_log_uses_itself_are_no_metrics")
-
-# ----------------------------------------------------------------------------------------------------------------------- machinery/tasks.py
-
+mutant("check: a metric named count", "machinery/check", 'RESERVED = {"loss", "count", "event", "epoch", ',
+       'RESERVED = {"loss", "event", "epoch", ', "test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a metric named epoch", "machinery/check", 'RESERVED = {"loss", "count", "event", "epoch", ',
+       'RESERVED = {"loss", "count", "event", ', "test_names_that_the_log_uses_itself_are_no_metrics")
 mutant("model: initial weights without the seed", "machinery/tasks", "    torch.manual_seed(args.seed)\n    net =", "    net =",
        "test_seed_decides_the_initial_weights")
 mutant("options: a task without metrics", "machinery/tasks", "needed = [name for name in Task._fields if", "needed = [name for name in Task._fields[:3] if", f"{REFUSED}[single-1 --task TMP/three.py]")
@@ -237,8 +230,8 @@ mutant("task: its folder goes first", "machinery/tasks",
        "sys.path.insert(0, folder)",
        "test_neighbours_of_a_task_replace_nothing")
 mutant("options: metrics without their options", "machinery/tasks",
-       'for name in ("per_sample_loss", "per_sample_metrics"):',
-       'for name in ("per_sample_loss",):',
+       'for name in ("per_sample_loss", "per_sample_metrics", "train_metrics"):',
+       'for name in ("per_sample_loss", "train_metrics"):',
        "test_options_of_a_loss_and_of_a_metric_are_filled_in")
 
 # ------------------------------------------------------------------------------------------------------------------- machinery/stand_ins.py
@@ -258,8 +251,8 @@ mutant("replicas: all drop the same units", "machinery/stand_ins", "seed_generat
 mutant("replicas: cut otherwise than torch does", "machinery/stand_ins",
        "tensor.chunk(self.replicas)[r]", "tensor.tensor_split(self.replicas)[r]",
        "test_pitfall_29_data_parallel_gathers_losses")
-mutant("replicas: first outputs twice", "machinery/stand_ins", "torch.cat(outputs)",
-       "torch.cat([outputs[0], *outputs[:-1]])", f"{EQUAL}[dp-2-1]")
+mutant("replicas: first outputs twice", "machinery/stand_ins", "for output in outputs])",
+       "for output in [outputs[0], *outputs[:-1]]])", f"{EQUAL}[dp-2-1]")
 mutant("sync-bn: no gradient through the mean", "machinery/stand_ins",
        "AllReduceSum.apply(torch.cat([value.sum(dims), count]))",
        "AllReduceSum.apply(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[1d-default-2]")

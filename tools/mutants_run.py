@@ -67,9 +67,9 @@ mutant("swa: statistics in the middle of an epoch", "machinery/run",
        'self.args.average == "swa" and state.step == self.steps_per_epoch:',
        'self.args.average == "swa":', "test_interrupted_swa_goes_on_bitwise")
 mutant("nodes: ranks are not compared", "machinery/run",
-       "        check_agreement(args, sampler.length, val_length, device)\n", "", f"{TOLD}[seed]")
+       "        check_agreement(args, sampler.length, len(val_set), device)\n", "", f"{TOLD}[seed]")
 mutant("nodes: evaluation sets are not compared", "machinery/run",
-       "check_agreement(args, sampler.length, val_length, device)",
+       "check_agreement(args, sampler.length, len(val_set), device)",
        "check_agreement(args, sampler.length, 0, device)", f"{TOLD}[evaluation set]")
 mutant("nodes: code is not compared", "machinery/run", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
@@ -113,10 +113,13 @@ mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/
        "raise Stopped(3, how)", "raise Stopped(SIGNALS[self.stopping], how)",
        "test_warning_of_slurm_ends_with_3_if_the_run_could_not_be_saved")
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
-mutant("speed: in images a millisecond", "machinery/run", "(now - self.clock)", "((now - self.clock) * 1000)", SPEED)
-mutant("speed: since the start of the epoch", "machinery/run", "        self.clock = now\n", "", SPEED)
-mutant("speed: with the evaluation", "machinery/run", "self.clock, self.lr = time.perf_counter(),",
-       'self.clock, self.lr = getattr(self, "clock", time.perf_counter()),', SPEED)
+WAIT = "test_data_wait_is_the_share_of_the_time_before_the_batches"
+mutant("speed: in images a millisecond", "machinery/run", "means[\"count\"] / (now - self.clock)", "means[\"count\"] / ((now - self.clock) * 1000)", SPEED)
+mutant("speed: since the start of the epoch", "machinery/run", "self.clock, self.waited = now, 0.0", "self.waited = 0.0", SPEED)
+mutant("speed: with the evaluation", "machinery/run", "asked = self.clock = time.perf_counter()",
+       "asked = self.clock = self.clock or time.perf_counter()", SPEED)
+mutant("data_wait: since the start of the epoch", "machinery/run", "self.clock, self.waited = now, 0.0", "self.clock = now", WAIT)
+mutant("data_wait: with the steps", "machinery/run", "            asked = time.perf_counter()\n", "", WAIT)
 RANKS_SPEED = "test_speed_and_loss_are_those_of_all_ranks"
 mutant("speed: of one rank", "machinery/run", 'means["count"] / (now', "self.meter.count / (now", RANKS_SPEED)
 mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
@@ -135,7 +138,7 @@ mutant("print: step of the run for that of the epoch", "machinery/run", "step {s
        "step {state.global_step}/{self.steps_per_epoch}  ", PRINTED)
 mutant("print: samples for images/s", "machinery/run", "{line['images_per_s']:.0f} images/s", "{means['count']:.0f} images/s", PRINTED)
 mutant("print: skipped in a row for skipped", "machinery/run", "skipped {skipped} steps", "skipped {state.scaler.in_a_row:.0f} steps", PRINTED)
-mutant("print: four digits of the loss", "machinery/run", "loss {line['loss']:.6f}", "loss {line['loss']:.4f}", PRINTED)
+mutant("print: four digits of the loss", "machinery/run", "{name} {mean:.6f}", "{name} {mean:.4f}", PRINTED)
 mutant("print: evaluation with the count twice", "machinery/run", 'for name, value in metrics.items() if name != "count"]',
        "for name, value in metrics.items()]", "test_evaluation_is_printed_and_logged")
 mutant("print: a resumed run names the epoch before", "machinery/run", 'f"at epoch {state.epoch + 1}, step', 'f"at epoch {state.epoch}, step',
@@ -235,9 +238,9 @@ mutant("tensorboard: left open", "machinery/files", "            self.writer.clo
 mutant("by design: taken from the end of the run", "machinery/files",
        "became_non_finite(v, self.by_design.get(name))", "became_non_finite(v, v)",
        "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
-mutant("swa: averages that are lost are not missed", "machinery/files", "if wanted in (0, found):",
+mutant("swa: averages that are lost are not missed", "machinery/files", "if len(wanted) in (0, found):",
        "if True:", "test_swa_refuses_epochs_whose_average_is_lost")
-mutant("swa: names an epoch too low", "machinery/files", "math.ceil(4 * done / 3)", "4 * done // 3 - 1", "test_swa_refuses_epochs_whose_average_is_lost")
+mutant("swa: names an epoch too low", "machinery/files", "if not averaged(epochs))", "if not averaged(epochs)) - 1", "test_swa_refuses_epochs_whose_average_is_lost")
 mutant("eval-only: writes into the log of a run", "machinery/files",
        'only_reads = args.eval_only and any(directory.glob("*.pt"))', "only_reads = False",
        "test_eval_only_does_not_touch_the_log_of_a_run")

@@ -34,13 +34,13 @@ for mode, two, uneven in (("ddp", f"{EQUAL}[ddp-2-1]", f"{EQUAL}[ddp-2-2]"), ("s
 UNSCALE = "        state.scaler.unscale_(state.optimizer)\n"
 CLIP = "        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)\n"
 NORM = "        state.scaler.norm = nn.utils.get_total_norm([p.grad for p in state.net.parameters() if p.grad is not None])\n"
-PLAIN = "loss = losses.sum() / args.batch_size"
+PLAIN = {"single": "loss = losses.sum() / args.batch_size", "dp": 'loss = values["loss"].sum() / args.batch_size'}
 SEED = "seed_rng(args.seed, state.global_step, i)"
 
 for mode, n in (("single", 1), ("dp", 2)):
     script, masks = f"train_{mode}", f"{MASKS}[{mode}-{n}]"
     accumulated = "test_accumulation_on_one_device[2]" if mode == "single" else f"{EQUAL}[dp-2-2]"
-    mutant(f"{mode}: mean over the micro-batch", script, PLAIN, "loss = losses.mean()", accumulated)
+    mutant(f"{mode}: mean over the micro-batch", script, PLAIN[mode], PLAIN[mode].replace("sum() / args.batch_size", "mean()"), accumulated)
     mutant(f"{mode}: dropout seed without the step", script, SEED, "seed_rng(args.seed, 0, i)", masks)
     mutant(f"{mode}: dropout seed without the micro-batch", script, SEED, "seed_rng(args.seed, state.global_step, 0)", masks)
     mutant(f"{mode}: NaN is not skipped", script, STEP, "state.optimizer.step()", f"{NAN}[{mode}-{n}]")
@@ -79,7 +79,7 @@ for mode in ("single", "dp", "ddp", "spawn"):
 
 # -------------------------------------------------------------------------------------------------------------------------- train_single.py
 
-ADD = "            run.meter.add(loss=losses)\n"
+ADD = "            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))\n"
 mutant("single: schedule stepped per micro-batch", "train_single", ADD, ADD + "            state.scheduler.step()\n", f"{LR}[constant]")
 mutant("single: loss of the last micro-batch alone is logged", "train_single", ADD,
        "            run.meter.clear()\n" + ADD,
@@ -93,10 +93,10 @@ for mode in ("single",):
 
 # ------------------------------------------------------------------------------------------------------------------------------ train_dp.py
 
-mutant("dp: mean of the replicas' means", "train_dp", PLAIN,
-       "loss = sum(piece.mean() for piece in losses.chunk(args.replicas)) / args.replicas", "test_pitfall_29_data_parallel_gathers_losses")
-mutant("dp: loss computed outside the replicas", "train_dp", "losses = model(inputs, targets)  #",
-       "losses = task.per_sample_loss(state.net(inputs), targets)  #", "test_pitfall_29_data_parallel_gathers_losses")
+mutant("dp: mean of the replicas' means", "train_dp", PLAIN["dp"],
+       "loss = sum(piece.mean() for piece in values['loss'].chunk(args.replicas)) / args.replicas", "test_pitfall_29_data_parallel_gathers_losses")
+mutant("dp: loss computed outside the replicas", "train_dp", "values = model(inputs, targets)",
+       "values = {'loss': task.per_sample_loss(state.net(inputs), targets)}", "test_pitfall_29_data_parallel_gathers_losses")
 mutant("dp: replicas not counted in --scale-lr", "train_dp", "common.scale_lr(optimizer, args.scale_lr, args.replicas)",
        "common.scale_lr(optimizer, args.scale_lr)", f"{SCALE_LR}[dp-linear-4]")
 EVALUATE = "run.end_epoch(evaluate(args, task, eval_model, val_loader, device))"
@@ -112,7 +112,8 @@ mutant("ddp: every micro-batch is synchronised", "train_ddp", LAST_ONE, "model.r
        "test_pitfall_09_accumulation_synchronises_the_last_piece")
 FORWARD = """            seed_rng(args.seed, state.global_step, i, dist.get_rank())
             with common.autocast(run.device, args.amp):
-                losses = task.per_sample_loss(model(inputs), targets)
+                outputs = model(inputs)
+                losses = task.per_sample_loss(outputs, targets)
 """
 mutant("ddp: synchronisation decided after the forward", "train_ddp", f"            {LAST_ONE}\n{FORWARD}", f"{FORWARD}            {LAST_ONE}\n",
        "test_pitfall_09_accumulation_synchronises_the_last_piece")

@@ -316,7 +316,8 @@ def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Ca
     def per_sample_metrics(outputs: Any, targets: Tensor) -> dict[str, Tensor]:
         labels, logits = targets % CLASSES, logits_of(outputs)[0].double()
         error = (logits.softmax(1) - F.one_hot(labels, CLASSES)).square().sum(1)
-        if spec["eval_noise"] == "metric":
+        # Not in training, where each rank draws its own numbers, as for its dropout masks.
+        if spec["eval_noise"] == "metric" and not logits_of(outputs)[0].requires_grad:
             error = error + 0.1 * torch.rand(len(error), dtype=error.dtype)
         hits = (logits.argmax(1) == labels).float()
         if spec["metric"] == "nan":
