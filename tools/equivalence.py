@@ -186,6 +186,7 @@ FEATURES = [
     Feature("cosine to a tenth", "--schedule cosine --final-lr 0.1"),
     Feature("step after a warm-up", "--schedule step --step-epochs 1 2 --step-gamma 0.3"),
     Feature("cyclic after a warm-up", "--schedule cyclic --step-epochs 2 --warmup-epochs 1"),
+    Feature("saw-tooth after a warm-up", "--schedule sawtooth --step-epochs 2 --warmup-epochs 1"),
     Feature(
         "learning rate scaled by N",
         "--lr 0.02 --scale-lr linear",
@@ -262,6 +263,10 @@ FEATURES = [
     ),
     Feature("EMA of the weights", "--average ema"),
     Feature("SWA of the weights", "--average swa --epochs 5"),
+    Feature(
+        "SWA at the low ends of cycles",
+        "--average swa --swa-start 0 --schedule cyclic --step-epochs 2 --epochs 5 --warmup-epochs 1",
+    ),
     Feature(
         "gradients sent in bf16",
         "--grad-compress bf16",

@@ -299,3 +299,12 @@ mutant("meter: lists of the ranks one after the other", "common", "return [value
 mutant("meter: lists of rank 0 alone", "common", "dist.gather_object(self.lists, ranks if get_rank() == 0 else None)", "pass", "test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode")
 mutant("meter: lists of the last evaluation stay", "common", "        self.lists: dict[str, list[list]] = {}\n        self.count = 0", "        self.lists = getattr(self, 'lists', {})\n        self.count = 0",
        "test_lists_are_forgotten_when_a_meter_is_cleared")
+mutant("sawtooth: rises", "common", "return 1 - (1 - low) * share_of_cycle(step, start, end, marks)", "return low + (1 - low) * share_of_cycle(step, start, end, marks)",
+       "test_sawtooth_falls_from_one_to_gamma_and_jumps_back")
+SWA_EPOCHS = "test_epochs_that_swa_averages"
+mutant("swa: begins where rounding says", "common", "math.floor(epochs * swa_start + 1e-9)", "math.floor(epochs * swa_start)", SWA_EPOCHS)
+mutant("swa: always the last quarter", "common", "math.floor(epochs * swa_start + 1e-9)", "epochs * 3 // 4", SWA_EPOCHS)
+mutant("swa: every epoch of a cycle", "common", "if schedule not in CYCLES:\n        return", "if True:\n        return", SWA_EPOCHS)
+mutant("swa: the end of the warm-up is the end of a cycle", "common", "return max(0, math.floor(", "return max(-1, math.floor(", SWA_EPOCHS)
+mutant("swa: cycles from the first step", "common", "math.floor((epoch - warmup_epochs) / cycle)", "math.floor(epoch / cycle)", SWA_EPOCHS)
+mutant("swa: a saw-tooth has no cycle", "common", 'CYCLES = ["cyclic", "sawtooth"]', 'CYCLES = ["cyclic"]', SWA_EPOCHS)

@@ -311,3 +311,22 @@ mutant("options: a task's defaults of any kind", "machinery/options", "if not is
        "test_options_of_a_task_that_cannot_be_right_are_refused")
 mutant("best: an unknown metric of the whole set", "machinery/run", "        if name not in metrics:\n", "        if False:\n",
        "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")
+NO_SWA = "test_swa_that_would_average_nothing_is_refused"
+mutant("options: --swa-start without SWA", "machinery/options", 'unused = args.average != "swa" and args.swa_start != 0.75', "unused = False", NO_SWA)
+mutant("options: SWA of nothing", "machinery/options", 'none = args.average == "swa" and not swa_epochs(**vars(args))', "none = False", NO_SWA)
+mutant("tasks: training metrics with gradients", "machinery/tasks", "    @torch.no_grad()\n    def without_lists", "    def without_lists",
+       "test_training_metrics_are_of_the_samples_since_the_last_line")
+mutant("tasks: lists in the training log", "machinery/tasks", "if not isinstance(value, list)}", "}", "test_training_metrics_are_of_the_samples_since_the_last_line")
+mutant("tasks: training metrics of the task's own are not asked for", "machinery/tasks", 'found.setdefault("train_metrics", found["per_sample_metrics"])', 'found["train_metrics"] = found["per_sample_metrics"]',
+       "test_task_may_log_other_metrics_of_the_training")
+mutant("check: a metric named like the rate", "machinery/check", '"global_step", "lr", ', '"global_step", ', f"{REFUSED}[single-1 --task TMP/metrics-lr.py]")
+mutant("check: a metric named like the waiting", "machinery/check", '"skipped", "data_wait"}', '"skipped"}', f"{REFUSED}[single-1 --task TMP/metrics-data_wait.py]")
+WARNED = "test_cpu_is_said_where_an_accelerator_has_a_driver"
+mutant("device: a CPU in place of the accelerator is not said", "machinery/processes", "        warn_of_cpu(name)\n", "", WARNED)
+mutant("device: a chosen CPU is warned of", "machinery/processes", 'if name == "auto" and driver', "if driver", WARNED)
+mutant("device: hidden accelerators are warned of", "machinery/processes", " and not hidden:", ":", WARNED)
+mutant("task: classes without names", "task", '    held_out.classes = val.classes\n', "", "test_checkpoint_names_the_classes")
+mutant("task: digits without names", "task", '        held_out.classes = list("0123456789")\n', "", "test_checkpoint_names_the_classes")
+mutant("task: arrays without names", "task", "        sets[-1].classes = source.classes\n", "", "test_arrays_are_augmented_in_training_only")
+mutant("dp: metrics of the training are left out", "machinery/stand_ins", 'return {"loss": losses, **self.task.train_metrics(outputs, targets)}', 'return {"loss": losses}',
+       "test_training_metrics_are_of_the_samples_since_the_last_line[dp-2]")

@@ -327,3 +327,10 @@ mutant("eval-only: weights from elsewhere refused", "machinery/files", "nothing 
        "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")
 mutant("eval-only: needs a checkpoint", "machinery/options", "args.eval_only and not args.resume and not args.weights", "args.eval_only and not args.resume",
        "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")
+mutant("save: no names of classes", "machinery/run", '        checkpoint["classes"] = self.classes\n', "", "test_checkpoint_names_the_classes")
+HEADER = "test_header_says_what_runs_where"
+mutant("header: a share without the micro-batches", "machinery/run", "math.ceil(args.batch_size / args.accum_steps) / devices", "args.batch_size / devices", HEADER)
+mutant("header: replicas are not counted", "machinery/run", 'devices = common.get_world_size() * getattr(args, "replicas", 1)', "devices = common.get_world_size()", f"{HEADER}[dp-2-2-16]")
+mutant("header: in every epoch", "machinery/run", "if not self.bar:", "if True:", PRINTED)
+mutant("swa: epochs that are lost are averaged again", "machinery/files", "for epoch in swa_epochs(**schedule) if epoch <= done]", "for epoch in swa_epochs(**schedule)]", "test_swa_refuses_epochs_whose_average_is_lost",
+       "test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages")
