@@ -158,9 +158,7 @@ def draw_freeze(rng: random.Random, trial: Trial) -> list[str] | None:
     if trial.part("norm") not in ("", "instance"):
         patterns.append("norm.*")
     chosen = rng.sample(patterns, rng.randint(1, 2)) if rng.random() < 0.12 else None
-    return (
-        ["*", *(f"!{pattern}" for pattern in chosen)] if chosen and rng.random() < 0.3 else chosen
-    )
+    return ["*", f"!{chosen[0]}"] if chosen and rng.random() < 0.3 else chosen
 
 
 def draw_lr(rng: random.Random, trial: Trial) -> list[str]:
