@@ -24,7 +24,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 1  # of a checkpoint; raised when its keys change
-KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "log", "config", "samples"}
+KEYS = {
+    "model",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "average",
+    "log",
+    "config",
+    "samples",
+    "classes",
+}
 KEYS |= {"epoch", "step", "global_step", "best"}
 
 
@@ -83,6 +93,8 @@ def sync_buffers(net: nn.Module) -> None:
         return
     for buffer in net.buffers():
         dist.broadcast(buffer, src=0)
+    if any(hasattr(parameter, "full_tensor") for parameter in net.parameters()):
+        return  # sharded: no two ranks hold the same numbers
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
@@ -318,7 +330,8 @@ def build_optimizer(
     On an accelerator it is fused: a skipped step then costs no wait of the host.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    fused = parameters[0].device.type != "cpu"
+    sharded = hasattr(parameters[0], "full_tensor")  # torch has no fused SGD for them
+    fused = parameters[0].device.type != "cpu" and not sharded
     return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, fused=fused)
 
 
@@ -434,7 +447,9 @@ class StepGuard(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: Any, *others: Any) -> dict[torch.device, Tensor]:
         found = None if self.fixed_scale == 1 else super()._unscale_grads_(optimizer, *others)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+        norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+        # Of sharded gradients each rank has the norm of its part so far.
+        self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # The norm shows NaN and Inf too, without another pass over the memory.
         return found or {self.norm.device: 1 - self.norm.isfinite().float()}
 
@@ -476,6 +491,9 @@ class NoAverage:
     """Stands in place of an average where none is wanted."""
 
     n_averaged = 0
+
+    def children(self) -> list[nn.Module]:
+        return []
 
     def after_step(self, net: nn.Module) -> None:
         pass

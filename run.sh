@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash run.sh MODE [N] [options]     MODE: single, dp, ddp or spawn trains on N devices; plot draws runs; bench measures
+# bash run.sh MODE [N] [options]     MODE: single, dp, ddp, spawn or fsdp trains on N devices; plot draws runs; bench measures
 #                                    speed; test (options go to pytest), equivalence, mutants, faults and fuzz prove
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
@@ -13,11 +13,11 @@ usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/run.sh"; } # the comment abov
 mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
-  single | dp | ddp | spawn | plot | bench) ;;
+  single | dp | ddp | spawn | fsdp | plot | bench) ;;
   test | equivalence | mutants | faults | fuzz) needed+=("$here/tests/requirements.txt") ;;
   -h | --help | help) usage && exit 0 ;;
   "") usage >&2 && exit 2 ;;
-  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults|fuzz" ;;
+  *) fail "unknown mode '$mode'; use: bash run.sh single|dp|ddp|spawn|fsdp [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults|fuzz" ;;
 esac
 shift
 
@@ -70,7 +70,7 @@ if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to
   [[ $1 =~ ^0*([1-9][0-9]{0,8})$ ]] || fail "N = $1: must be a whole number, at least 1, as in: bash run.sh ddp 2"
   devices=${BASH_REMATCH[1]} && shift # 08 is 8
   [[ $mode != single || $devices == 1 ]] || fail "N = $devices: single trains on one device; use: bash run.sh ddp $devices"
-elif [[ $mode == ddp ]]; then
+elif [[ $mode == ddp || $mode == fsdp ]]; then
   devices=$(in_here -c 'import signal; signal.signal(2, signal.SIG_DFL); import torch; print(torch.accelerator.device_count() or 2)')
 fi
 case $mode in
@@ -80,4 +80,4 @@ case $mode in
 esac
 cores=$(($(nproc) / devices)) # processes with all the cores each would fight for them, and torchrun would let each use one
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > 0 ? cores : 1))}
-exec "$python" "$here/machinery/launch.py" "$devices" "$@"
+exec "$python" "$here/machinery/launch.py" "$mode" "$devices" "$@"

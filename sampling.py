@@ -187,6 +187,8 @@ class ShardSampler(Sampler):
             raise UsageError("the evaluation set is empty")
         self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
         self.starts = range(0, length, self.batch_size)[rank::world_size]
+        most = len(range(0, length, self.batch_size)[::world_size])
+        self.missing = most - len(self.starts)  # 1 if rank 0 has one batch more
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -22,6 +22,7 @@ dataset_metrics(outputs) -> {name: float}  metrics that are no mean, such as AP 
                                          the whole evaluation set, in its order; on rank 0's CPU
 train_metrics(outputs, targets)          the metrics of the training log, if not those of
                                          per_sample_metrics; {} for none, if they take long
+shard_modules(net)                       for fsdp: the modules that are sharded each for itself
 add_options(parser)                      calls parser.add_argument for options of this task
 """
 

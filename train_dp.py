@@ -73,15 +73,15 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
-    net = build_net(args, task, device)
-    optimizer = task.build_optimizer(args, net)
-    common.scale_lr(optimizer, args.scale_lr, args.replicas)
     schedule = {"schedule": args.schedule, "epochs": args.epochs}
     schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    net = build_net(args, task, device)
+    optimizer = task.build_optimizer(args, net)
+    common.scale_lr(optimizer, args.scale_lr, args.replicas)
+    average = common.build_average(args.average, net, args.swa_start, **schedule)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
-    average = common.build_average(args.average, net, args.swa_start, **schedule)
     state = State(net, optimizer, scheduler, scaler, average)
     run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume

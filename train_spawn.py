@@ -34,7 +34,7 @@ def train_one_epoch(
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
                 losses = task.per_sample_loss(outputs, targets)
-            # DDP averages over ranks; this factor makes it the mean over the global batch.
+            # The ranks' gradients are averaged; this factor makes it the mean of the global batch.
             loss = losses.sum() * (dist.get_world_size() / args.batch_size)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
@@ -82,16 +82,16 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 
     # After the loaders: they fork workers, and to fork beside communication threads may hang.
     dist.init_process_group(backend(device), init_method, timeout(args.timeout), world_size, rank)
+    schedule = {"schedule": args.schedule, "epochs": args.epochs}
+    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
+    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
     net = build_net(args, task, device)
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
-    schedule = {"schedule": args.schedule, "epochs": args.epochs}
-    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
-    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    average = common.build_average(args.average, net, args.swa_start, **schedule)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
-    average = common.build_average(args.average, net, args.swa_start, **schedule)
     state = State(net, optimizer, scheduler, scaler, average)
     run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume

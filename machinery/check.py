@@ -144,7 +144,7 @@ def check_samples(
     where = f"--task {args.task}: {name}"
     with blame(where, args.task):
         metrics = function(outputs, targets)
-        if RESERVED & metrics.keys() or not (metrics or net.training):
+        if not (metrics or net.training) or RESERVED & metrics.keys():
             wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
             raise UsageError(f"{where} must return {wanted}; got {metrics}")
         (common.Meter(meter.device) if net.training else meter).add(loss=losses, **metrics)

@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
 from machinery.options import EVALUATED, MAY_CHANGE, TASK, keys, refuse
@@ -111,16 +111,16 @@ def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Pa
 class RunFiles:
     """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
 
-    `checkpoint` is the one of --resume, or None. `net` is as it was built: a NaN or an infinity
-    in it is meant. Raises UsageError if the run cannot go on.
+    `checkpoint` is the one of --resume, or None. `built` is the state of the network as it was
+    built: a NaN or an infinity in it is meant. Raises UsageError if the run cannot go on.
     """
 
-    def __init__(self, args: argparse.Namespace, samples: int, net: nn.Module) -> None:
+    def __init__(self, args: argparse.Namespace, samples: int, built: dict[str, Any]) -> None:
         self.directory = directory = output_directory(args)
         self.writer = None
-        tensors = {n: v for n, v in net.state_dict().items() if isinstance(v, Tensor)}
+        tensors = {name: value for name, value in built.items() if isinstance(value, Tensor)}
         infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
-        self.by_design = {name: tensors[name].cpu().clone() for name in infinite}
+        self.by_design = {name: tensors[name].clone() for name in infinite}
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
         only_reads = args.eval_only and any(directory.glob("*.pt"))

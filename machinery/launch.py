@@ -1,7 +1,8 @@
 """Start the ranks of a run on this machine, hand signals on to them, and return one exit code.
 
-`bash run.sh ddp N [options]` runs this file: it checks the options and then starts train_ddp.py
-N times, with the variables that torchrun sets. train_spawn.py uses the helpers in the middle.
+`bash run.sh ddp N [options]` runs this file, and fsdp N too: it checks the options and then starts
+the script N times, with the variables that torchrun sets. train_spawn.py uses the helpers in the
+middle.
 """
 
 from __future__ import annotations
@@ -146,10 +147,12 @@ def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
     return code
 
 
-# -------------------------------------------------------------------------------- bash run.sh ddp N
+# ------------------------------------------------------------------------- bash run.sh ddp|fsdp N
 
 
-def start(argv: list[str], devices: int, args: argparse.Namespace, attempt: int) -> list:
+def start(
+    script: str, argv: list[str], devices: int, args: argparse.Namespace, attempt: int
+) -> list:
     """Start one process per device, with the environment that torchrun would give it.
 
     Signals wait until `run_main` and `wait_for` listen: a Python that is starting would answer
@@ -168,15 +171,15 @@ def start(argv: list[str], devices: int, args: argparse.Namespace, attempt: int)
             "TORCHELASTIC_RESTART_COUNT": attempt,
         }
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
-        command = [sys.executable, str(ROOT / "train_ddp.py"), *argv]
+        command = [sys.executable, str(ROOT / script), *argv]
         processes.append(subprocess.Popen(command, env=environment))
     return processes
 
 
 def main() -> int:
-    devices, argv = int(sys.argv[1]), sys.argv[2:]
-    sys.argv[0] = "train_ddp.py"
-    args = parse_args("ddp", argv, devices)
+    mode, devices, argv = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+    sys.argv[0] = script = f"train_{mode}.py"
+    args = parse_args(mode, argv, devices)
     option = f"--master-addr {args.master_addr}"
     if args.nnodes > 1:
         check_address(option, args.master_addr, args.master_port, args.node_rank, args.nnodes)
@@ -192,7 +195,9 @@ def main() -> int:
             os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
             stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
-            code, cause = wait_for(start(argv, devices, args, attempt), args.nnodes, received)
+            code, cause = wait_for(
+                start(script, argv, devices, args, attempt), args.nnodes, received
+            )
             written = last.exists() and last.stat().st_mtime_ns != before
             # Without a checkpoint of this run the same would happen again.
             useful = written or (before and args.resume == "auto")

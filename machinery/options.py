@@ -112,6 +112,7 @@ amount, share = number(float, 0), number(float, 0, 1)
 filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
 host = like(r"[\w.-]+", "be a host name or an IPv4 address")
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
+LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
 PLAIN = (int, float, str, list, type(None))  # what a checkpoint holds of the options
 TASK = str(Path(__file__).resolve().parent.parent / "task.py")
 
@@ -191,13 +192,15 @@ option("--replicas", positive, "N", None, MAY_CHANGE,
        "devices (default: all accelerators, or 2 on CPU)", "dp")
 option("--nproc", positive, "N", None, MAY_CHANGE,
        "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
-option("--nnodes", positive, "N", None, MAY_CHANGE, "machines (default: 1)", "ddp", "spawn")
+option("--shard-size", positive, "N", None, MAY_CHANGE,
+       "ranks that share one copy of the model (default: all)", "fsdp")
+option("--nnodes", positive, "N", None, MAY_CHANGE, "machines (default: 1)", *LAUNCHED, "spawn")
 option("--node-rank", whole, "N", None, FREE,
-       "number of this machine, from 0; needed if there are several", "ddp", "spawn")
+       "number of this machine, from 0; needed if there are several", *LAUNCHED, "spawn")
 option("--master-addr", host, "HOST", None, FREE,
-       "address of the machine with --node-rank 0 (run.sh ddp)", "ddp")
+       "address of the machine with --node-rank 0 (run.sh)", *LAUNCHED)
 option("--master-port", number(int, 1, 65535), "PORT", 29500, FREE,
-       "port where that machine listens (run.sh ddp)", "ddp")
+       "port where that machine listens (run.sh)", *LAUNCHED)
 option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
@@ -237,7 +240,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
-    """Return the parser of a mode: single, dp, ddp or spawn."""
+    """Return the parser of a mode: single, dp, ddp, spawn or fsdp."""
     parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False)
     groups: dict[str, Any] = {}
     for option in OPTIONS:
@@ -284,7 +287,7 @@ def parse_args(
     task_options = add_options_of_task(parser, argv)
     args = parser.parse_args(argv)
     args.task_options = task_options
-    if mode in ("ddp", "spawn"):
+    if mode in (*LAUNCHED, "spawn"):
         check_nodes(args, mode)
     check_devices(args, mode, devices)
     check_values(args, mode)
@@ -304,7 +307,7 @@ def check_nodes(args: argparse.Namespace, mode: str) -> None:
     """Check what several machines need to find each other."""
     address = args.dist_url if mode == "spawn" else args.master_addr
     option = "--dist-url tcp://HOST:PORT" if mode == "spawn" else "--master-addr HOST"
-    given = args.node_rank is not None or (mode == "ddp" and address)
+    given = args.node_rank is not None or (mode in LAUNCHED and address)
     alone = "--node-rank and --master-addr have no effect without --nnodes, the number of machines"
     refuse(given and args.nnodes is None, alone)
     args.nnodes = args.nnodes or 1
@@ -318,7 +321,7 @@ def check_nodes(args: argparse.Namespace, mode: str) -> None:
 
 def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> None:
     """Count the devices of the run, here and in all; check that they exist and get samples."""
-    launched = mode == "ddp" and devices is None  # by torchrun or srun
+    launched = mode in LAUNCHED and devices is None  # by torchrun or srun
     by_srun = launched and take_ranks_of_slurm()
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
@@ -341,6 +344,9 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
     pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
     problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"
     refuse(args.batch_size < least, f"{problem}; it must be at least {least}")
+    groups = getattr(args, "shard_size", None) or world_size
+    wrong = world_size % groups != 0
+    refuse(wrong, f"--shard-size {groups} must divide the number of devices, {world_size}")
 
 
 def check_values(args: argparse.Namespace, mode: str) -> None:
@@ -381,6 +387,12 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(wrong, f"{compress} cannot follow the loss scale of --amp fp16; use --amp bf16")
     wrong = alone and args.grad_compress != "none"
     refuse(wrong, f"{compress} has no effect in one process; use ddp or spawn, or leave it out")
+    if mode == "fsdp":
+        wrong = args.grad_compress != "none"
+        refuse(wrong, f"{compress} belongs to DDP; fsdp sends bf16 parameters with --amp bf16")
+        refuse(args.amp == "fp16", "--amp fp16 cannot scale sharded gradients; use --amp bf16")
+        refuse(args.channels_last, "--channels-last: torch shards contiguous parameters alone")
+        refuse(args.find_unused_parameters, "--find-unused-parameters belongs to DDP; leave it out")
 
 
 def check_files(args: argparse.Namespace) -> None:

@@ -45,12 +45,15 @@ class State:
     best: float | None = None
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return plain tensors and values, with the names of the bare model."""
-        average = self.average.state_dict()
+        """Return plain tensors and values, with the names of the bare model.
+
+        Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them.
+        """
+        average = whole(self.average.state_dict())
         return {
             "format": common.FORMAT,
-            "model": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": whole(self.net.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": {name.removeprefix("module."): value for name, value in average.items()},
@@ -65,18 +68,51 @@ class State:
         for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
             if "fused" in now:  # it belongs to the device, which may be another one
                 group["fused"] = now["fused"]
-        self.net.load_state_dict(checkpoint["model"])
-        for name in ("optimizer", "scheduler", "scaler"):
+        self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        optimizer = dict(checkpoint["optimizer"])
+        own = optimizer["state"].items()
+        optimizer["state"] = {
+            i: cut_like(values, dict.fromkeys(values, parameters[i])) for i, values in own
+        }
+        self.optimizer.load_state_dict(optimizer)
+        for name in ("scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])
         average = checkpoint["average"].items()
         names = {name: name if name == "n_averaged" else f"module.{name}" for name, _ in average}
-        self.average.load_state_dict({names[name]: value for name, value in average})
+        average = {names[name]: value for name, value in average}
+        self.average.load_state_dict(cut_like(average, self.average.state_dict()))
         for name in ("epoch", "step", "global_step", "best"):
             setattr(self, name, checkpoint[name])
         # Compute the rates anew, so that more --epochs take effect at once.
         schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
         for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
             group["lr"] = peak * factor(self.global_step)
+
+
+def whole(value: Any) -> Any:
+    """Return nested dicts and lists with whole tensors on rank 0's CPU. Call it on every rank."""
+    if isinstance(value, dict):
+        return {name: whole(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(item) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of all shards
+    return value.cpu() if get_rank() == 0 else None
+
+
+def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole tensors, each cut among the ranks as the tensor of that name in `own`."""
+    found = dict(values)
+    for name, value in values.items():
+        like = own.get(name)
+        if hasattr(like, "full_tensor") and getattr(value, "shape", None) == like.shape:
+            from torch.distributed.tensor import distribute_tensor  # slow to import
+
+            place = like.device_mesh, like.placements
+            found[name] = distribute_tensor(value.to(like.device), *place, src_data_rank=None)
+    return found
 
 
 class StopSignal:
@@ -133,7 +169,8 @@ class Run:
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
-        checkpoint = self._on_rank0(self._open)
+        built = whole(self.state.net.state_dict())
+        checkpoint = self._on_rank0(lambda: self._open(built))
         state, epochs = self.state, self.args.epochs
         if checkpoint:
             try:
@@ -155,8 +192,8 @@ class Run:
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
             self.stop = StopSignal()
 
-    def _open(self) -> dict[str, Any] | None:
-        self.files = RunFiles(self.args, self.sampler.length, self.state.net)
+    def _open(self, built: dict[str, Any]) -> dict[str, Any] | None:
+        self.files = RunFiles(self.args, self.sampler.length, built)
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:

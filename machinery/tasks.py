@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,30 @@ def default_optimizer(args: argparse.Namespace, net: nn.Module) -> torch.optim.O
         return common.build_optimizer(net, args.optimizer, *settings)
 
 
+def large_modules(net: nn.Module) -> list[nn.Module]:
+    """Return the parts of the network that fsdp shards each for itself.
+
+    They are the highest modules that hold at most an eighth of the parameters, larger ones if they
+    have no parts. What holds less than 1/256 is left out, and what shares a weight with another.
+    """
+    total = sum(parameter.numel() for parameter in net.parameters())
+    uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
+
+    def visit(module: nn.Module) -> list[nn.Module]:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if 256 * size < total:
+            return []
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # it has no forward
+        inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+        shared = any(uses[parameter] > times for parameter, times in inside.items())
+        fits = 8 * size <= total or not [*module.children()]
+        if fits and not container and not shared:
+            return [module]
+        return [found for child in module.children() for found in visit(child)]
+
+    return [module for module in visit(net) if module is not net]
+
+
 class Task(NamedTuple):
     """The functions of a task; task.py says what each returns."""
 
@@ -60,6 +85,7 @@ class Task(NamedTuple):
     build_optimizer: Callable[..., torch.optim.Optimizer] = default_optimizer
     dataset_metrics: Callable[[dict[str, list]], dict[str, float]] | None = None
     train_metrics: Callable[[Any, Any], dict[str, Tensor]] | None = None  # never None once loaded
+    shard_modules: Callable[[nn.Module], list[nn.Module]] = large_modules
 
 
 def load_module(path: Path) -> ModuleType:

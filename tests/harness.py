@@ -168,6 +168,11 @@ def in_group(world_size: int, function: Callable[[], None]) -> list[str]:
     return [out for _, out, _ in results]
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy, of all shards. Call it on every rank."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
 def _record_gradients(path: Path, steps: int) -> None:
     recorded: list[dict[str, torch.Tensor]] = []
 
@@ -177,7 +182,7 @@ def _record_gradients(path: Path, steps: int) -> None:
                 parameter for group in optimizer.param_groups for parameter in group["params"]
             ]
             recorded.append(
-                {str(i): p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None}
+                {str(i): whole(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
             )
             torch.save(recorded, path)
 
@@ -235,7 +240,7 @@ def train(
     output = Path(argv[argv.index("--output-dir") + 1])
     if mode == "dp":
         argv += ["--replicas", str(n)]
-    processes = n if mode in ("ddp", "spawn") else 1
+    processes = n if mode in ("ddp", "spawn", "fsdp") else 1
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         meeting_point = str(scratch / "meet")

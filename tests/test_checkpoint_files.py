@@ -48,7 +48,8 @@ KEYS = {
 KEYS |= {
     "log",
     "samples",
-}  # the sums since the last line of the log, and the length of the training set
+    "classes",
+}  # the names of the classes, the sums since the last line of the log, and the length of the training set
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])

@@ -308,11 +308,12 @@ def test_pitfall_37_one_rank_prints_and_writes(tmp_path):
 
     one, two = single_run(*BASE), undisturbed("ddp", 2, *BASE)
     starts = [
-        [line[:20] for line in run.out.splitlines() if not line.startswith("output directory")]
+        [line[:20] for line in run.out.splitlines() if line.startswith("epoch")]
         for run in (one, two)
     ]
     assert starts[0] == starts[1] and len(starts[0]) == 18 + 3
-    assert two.out.count("output directory") == 1 and two.err == one.err == ""
+    assert two.out.count("output directory") == two.out.count("training samples") == 1
+    assert two.err == one.err == ""
     assert len(two.lines) == len(one.lines) == 21
     assert sorted(path.name for path in two.folder.iterdir()) == sorted(
         path.name for path in one.folder.iterdir()

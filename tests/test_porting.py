@@ -81,8 +81,8 @@ def test_ported_command_runs(number, tmp_path):
 def test_recipe_of_imagenet_is_the_same_in_every_mode(tmp_path):
     """200 images, ResNet-50, float64. BatchNorm sees each device's slice, or all with --sync-bn."""
     image_folder(tmp_path / "data", 200, 40)
-    # At a rate for which so small a set does not diverge: rounding would grow without a limit.
-    changes = {"--batch-size": "40", "--image-size": "32", "--epochs": "2", "--lr": "0.001"}
+    # The gradients are huge at the start: at a larger rate the smallest rounding grows fast.
+    changes = {"--batch-size": "40", "--image-size": "32", "--epochs": "2", "--lr": "1e-6"}
     _, _, argv = smaller(COMMANDS[0], tmp_path / "data", **changes)
     argv += ["--dtype", "float64"]
     runs = {}

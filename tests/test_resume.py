@@ -366,7 +366,7 @@ def test_checkpoint_lacks_nothing(tmp_path, handlers):
     run.save("last.pt")
     whole = torch.load(run.files.directory / "last.pt", weights_only=True)
     names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
-    names += ["epoch", "step", "global_step", "samples"]
+    names += ["epoch", "step", "global_step", "samples", "classes"]
     assert set(names) | {"format", "best"} == whole.keys()
     path = tmp_path / "changed.pt"
     for name in names:

@@ -5,6 +5,7 @@ And sizes as the design says, and a README and pages that are not stale.
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 
@@ -15,8 +16,8 @@ from readme import DIFFS, SCRIPTS, changed_lines
 
 import machinery.options
 
-BUDGETS = dict(zip(DIFFS, (35, 20, 30)))
-OWN_LINES = 3909  # of the project's own Python: tests/ and tools/ are beside it
+BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
+OWN_LINES = 4177  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
@@ -83,7 +84,7 @@ def test_own_python_stays_small():
 # ------------------------------------------------------------ imports
 
 # Who may import whom: only what stands further to the right. The scripts, before all, import none of each other.
-ORDER = "launch check run files options stand_ins tasks rendezvous processes"
+ORDER = "launch check run files options sharding stand_ins tasks rendezvous processes"
 ORDER = [
     *(f"machinery.{name}" for name in ORDER.split()),
     "task",
@@ -421,7 +422,10 @@ def test_commands_files_and_links_of_the_pages_exist(name):
     for by_run_sh, by_hand, argv in commands:
         mode = by_run_sh or by_hand
         if mode in SCRIPTS:
-            machinery.options.build_parser(mode).parse_args(argv.split())
+            argv = [part.replace("examples/", f"{ROOT}/examples/") for part in shlex.split(argv)]
+            parser = machinery.options.build_parser(mode)
+            machinery.options.add_options_of_task(parser, argv)
+            parser.parse_args(argv)
 
 
 def test_commands_of_the_pages_are_found():

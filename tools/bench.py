@@ -176,7 +176,7 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         if mode == "dp":
-            losses = model(inputs, targets)
+            losses = model(inputs, targets)["loss"]
         else:
             losses = task.per_sample_loss(model(inputs), targets)
         (losses.sum() * factor).backward()

@@ -40,9 +40,14 @@ MODES = [
     ("ddp", 4),
     ("spawn", 2),
     ("spawn", 3),
+    ("fsdp", 1),
+    ("fsdp", 2),
+    ("fsdp", 3),
+    ("fsdp", 4),
 ]
 RANKS = [mode for mode in MODES if mode[0] != "dp"]
-SEVERAL_RANKS = [mode for mode in RANKS if mode[1] > 1]
+NOT_SHARDED = [mode for mode in MODES if mode[0] != "fsdp"]
+SEVERAL_RANKS = [mode for mode in RANKS if mode[1] > 1 and mode in NOT_SHARDED]
 
 # 203, 157 and 161 samples: the last ones of an epoch are dropped, and neither 4 ranks nor 3 micro-batches divide a batch of 30
 BASE = "--dtype float64 --epochs 3 --batch-size 30 --log-every 1 --schedule constant --warmup-epochs 0.5 --workers 0 --timeout 60"
@@ -119,7 +124,7 @@ def same_masks(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
         "single",
         1,
         f"{feature.setting} {BASE} {feature.options}",
-        (mode.replace("spawn", "ddp"), n),
+        ("dp" if mode == "dp" else "ddp", n),
     )
     return job, job._replace(masks=False) if n > 1 else None
 
@@ -130,7 +135,7 @@ def same_pieces(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
         "single",
         1,
         f"{feature.setting} {BASE} {feature.options}",
-        (mode.replace("spawn", "ddp"), n),
+        ("dp" if mode == "dp" else "ddp", n),
     )
     return job, job._replace(cut=None) if n > 1 else None
 
@@ -195,19 +200,23 @@ FEATURES = [
     Feature("batch of 31, a prime", "--batch-size 31"),
     Feature("batch of 5, fewer than 2 a device", "--batch-size 5 --lr 0.02"),
     Feature("classes drawn equally often", "--balanced"),
-    Feature("channels last", "--channels-last", reference=one_device_without),
+    Feature("channels last", "--channels-last", DIGITS, one_device_without, NOT_SHARDED),
     Feature("compiled", "--compile", reference=one_device_without, modes=[("ddp", 2)]),
-    Feature("unused parameters", "--find-unused-parameters", UNUSED, one_device_without),
+    Feature(
+        "unused parameters", "--find-unused-parameters", UNUSED, one_device_without, NOT_SHARDED
+    ),
     Feature(
         "unused parameters, accumulation 3",
         "--find-unused-parameters --accum-steps 3",
         UNUSED,
         one_device_without,
+        NOT_SHARDED,
     ),
     Feature(
         "unused parameters, AdamW, clipping",
         "--find-unused-parameters --optimizer adamw --lr 0.005 --clip-grad-norm 1",
         UNUSED,
+        modes=NOT_SHARDED,
     ),
     Feature("heat maps at two scales (pose)", "", POSE),
     Feature("pose, AdamW, accumulation 2", "--optimizer adamw --lr 0.01 --accum-steps 2", POSE),
@@ -223,7 +232,7 @@ FEATURES = [
         "--batch-size 24",
         BATCHNORM,
         ddp,
-        [m for m in MODES if m[0] != "ddp"],
+        [m for m in MODES if m[0] != "ddp" and m[1] > 1],
     ),
     Feature("synchronised BatchNorm", "--sync-bn", BATCHNORM, synchronised, RANKS),
     Feature(
@@ -259,7 +268,7 @@ FEATURES = [
         "--average swa --epochs 5 --batch-size 24",
         BATCHNORM,
         ddp,
-        [m for m in MODES if m[0] != "ddp"],
+        [m for m in MODES if m[0] != "ddp" and m[1] > 1],
     ),
     Feature("EMA of the weights", "--average ema"),
     Feature("SWA of the weights", "--average swa --epochs 5"),

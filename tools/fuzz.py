@@ -224,6 +224,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--find-unused-parameters": sometimes(0.1),
     "--timeout": always("60"),
     "--local-rank": "old launchers give it, and nothing reads it",
+    "--shard-size": "tests/test_fsdp.py tries it",
     "--replicas": MADE_BY_TRIAL,
     "--nproc": MADE_BY_TRIAL,
     "--nnodes": ONE_MACHINE,
@@ -345,6 +346,7 @@ def apply_theme(rng: random.Random, trial: Trial) -> None:
         trial.options.update({"--average": ["swa"], "--epochs": [str(epochs)]})
         if rng.random() < 0.7:
             trial.options["--schedule"] = ["constant"]
+            trial.options.pop("--final-lr", None)
         trial.checks = ("resume", *rng.sample(["mode", "eval"], 1))
         trial.interruption = None if rng.random() < 0.7 else trial.interruption
     elif theme == "noise":

@@ -86,7 +86,7 @@ mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:"
 mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)",
        "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]",
        "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
-mutant("scaler: norm before unscaling", "common", "self.norm = nn.utils.get_total_norm(", "self.norm = self._scale * nn.utils.get_total_norm(",
+mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self._scale * nn.utils.get_total_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
 mutant("scaler: only NaN is noticed", "common", "1 - self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9",

@@ -27,8 +27,8 @@ mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > lengt
 mutant("evaluation: shards padded to the same length", "sampling", "min(start + self.batch_size, self.length)",
        "start + self.batch_size", SHARDS)
 mutant("evaluation: every rank starts at sample 0", "sampling", "[rank::world_size]", "[0::world_size]", SHARDS)
-mutant("evaluation: the last batch is dropped", "sampling", "range(0, length, self.batch_size)[",
-       "range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
+mutant("evaluation: the last batch is dropped", "sampling", "self.starts = range(0, length, self.batch_size)[",
+       "self.starts = range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
 mutant("augmentation: no seed per sample", "sampling", "seed_generators(sample_key(index))", "pass",
        f"{AUGMENTED}[3-1-0-per sample]")
 mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(KeyedDataset.epoch_key, index)", "splitmix64(0, index)",

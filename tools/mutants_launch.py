@@ -94,7 +94,7 @@ for name, old, new in (
     ("MASTER_PORT of another job", '"MASTER_PORT": args.master_port,', '"MASTER_PORT": os.environ.get("MASTER_PORT", 29500),'),
     ("every attempt is the first", '"TORCHELASTIC_RESTART_COUNT": attempt', '"TORCHELASTIC_RESTART_COUNT": 0'),
     ("other variables are lost", "os.environ | {name: str(value)", "{name: str(value)"),
-    ("options are lost", '"train_ddp.py"), *argv]', '"train_ddp.py")]'),
+    ("options are lost", "str(ROOT / script), *argv]", "str(ROOT / script)]"),
 ):
     mutant(f"ranks: {name}", "machinery/launch", old, new, TOLD_RANKS)
 

@@ -51,7 +51,7 @@ mutant("nodes: a batch is cut for one node", "machinery/options",
 mutant("nodes: several without an address", "machinery/options",
        "(args.node_rank is None or not address)", "args.node_rank is None", SEVERAL)
 mutant("nodes: an address without several", "machinery/options",
-       'given = args.node_rank is not None or (mode == "ddp" and address)', "given = args.node_rank is not None", SEVERAL)
+       'given = args.node_rank is not None or (mode in LAUNCHED and address)', "given = args.node_rank is not None", SEVERAL)
 mutant("nodes: an address with a port", "machinery/options", 'like(r"[\\w.-]+"', 'like(r"[\\w.:-]+"', SEVERAL)
 URL = 'like(r"tcp://[^:/]+:[1-9][0-9]{0,4}"'
 mutant("nodes: a URL of any kind", "machinery/options", URL, 'like(r".+"',
@@ -181,7 +181,7 @@ mutant("check: a mean is a loss", "machinery/check", "        common.Meter(meter
        f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
 mutant("check: a loss for each pair of samples", "machinery/check", "if len(losses) != len(indices):", "if False:",
        f"{REFUSED}[single-1 --task TMP/loss-of-pairs.py]")
-mutant("check: no metric", "machinery/check", " or not (metrics or net.training):", ":", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: no metric", "machinery/check", "if not (metrics or net.training) or RESERVED", "if RESERVED", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
 mutant("check: a mean is a metric", "machinery/check", "else meter).add(loss=losses, **metrics)", "else meter).add(loss=losses)",
        f"{REFUSED}[single-1 --task TMP/metrics-mean.py]")
 mutant("nodes: --dist-url is not checked", "machinery/check",

@@ -13,13 +13,13 @@ mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) an
        "test_best_is_not_the_last")
 mutant("save: best.pt is the worst", "machinery/run", "or sign * score > sign * state.best", "or sign * score < sign * state.best",
        "test_best_and_kept_checkpoints")
-RESTORE = 'for name in ("optimizer", "scheduler", "scaler"):\n            getattr'
-mutant("resume: optimizer not restored", "machinery/run", RESTORE, RESTORE.replace('"optimizer", ', ""), f"{BITWISE}[single-1-9]")
-mutant("resume: scheduler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", ', ""),
+RESTORE = 'for name in ("scheduler", "scaler"):\n            getattr'
+mutant("resume: optimizer not restored", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "pass", f"{BITWISE}[single-1-9]")
+mutant("resume: scheduler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scaler",'),
        "test_pitfall_23_learning_rate_goes_on_at_resume")
-mutant("resume: scaler not restored", "machinery/run", RESTORE, RESTORE.replace(', "scaler"', ""),
+mutant("resume: scaler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),
        "test_loss_scale_of_fp16_goes_on_at_resume")
-mutant("resume: average not restored", "machinery/run", "self.average.load_state_dict({", "dict({", f"{BITWISE}[single-1-9]")
+mutant("resume: average not restored", "machinery/run", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
 mutant("resume: learning rate of the shorter run", "machinery/run", 'group["lr"] = peak * factor(self.global_step)', "pass",
        "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
 mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error))", "pass",
@@ -38,8 +38,8 @@ mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX,
 mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
        "test_signal_to_all_ranks_is_one_signal")
 mutant("stop: without saving", "machinery/run", "if self.files:\n            config", "if self.files and not self.stopping:\n            config", f"{BITWISE}[single-1-9]")
-mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)",
-       'self._open() if __import__("os").environ.get("LOCAL_RANK", "0") == "0" else None',
+mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(lambda: self._open(built))",
+       'self._open(built) if __import__("os").environ.get("LOCAL_RANK", "0") == "0" else None',
        "test_pitfall_32_one_rank_of_all_machines_saves")
 mutant("launch: ranks without a launcher do not save", "machinery/run", "end_with_parent(signal.SIGTERM)", "pass",
        "test_pitfall_39_nothing_outlives_torchrun")
@@ -334,3 +334,28 @@ mutant("header: replicas are not counted", "machinery/run", 'devices = common.ge
 mutant("header: in every epoch", "machinery/run", "if not self.bar:", "if True:", PRINTED)
 mutant("swa: epochs that are lost are averaged again", "machinery/files", "for epoch in swa_epochs(**schedule) if epoch <= done]", "for epoch in swa_epochs(**schedule)]", "test_swa_refuses_epochs_whose_average_is_lost",
        "test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages")
+SHARDED = "test_shards_equal_one_device"
+mutant("shards: not put together in a file", "machinery/run", 'value = value.full_tensor() if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
+       "test_file_of_shards_holds_whole_plain_tensors")
+mutant("shards: optimizer state is not cut", "machinery/run", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
+mutant("shards: the average is not cut", "machinery/run", "self.average.load_state_dict(cut_like(average, self.average.state_dict()))", "self.average.load_state_dict(average)",
+       "test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one[--average ema]")
+mutant("fsdp: each micro-batch is synchronised", "train_fsdp", "model.set_requires_gradient_sync(i == args.accum_steps - 1)", "model.set_requires_gradient_sync(i == 0)", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.5-3]")
+mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
+mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")
+BLOCK = """    mesh = mesh_of_ranks(device, args.shard_size)
+    for network in [net, *average.children()]:
+        shard(network, task.shard_modules(network), mesh, args.amp)
+"""
+BUILD = "    optimizer = task.build_optimizer(args, net)\n"
+mutant("fsdp: sharded after the optimizer", "train_fsdp", BLOCK + BUILD, BUILD + BLOCK, f"{SHARDED}[-2]")
+mutant("fsdp: a task is not asked", "train_fsdp", "task.shard_modules(network)", "[]", "test_task_chooses_what_is_sharded")
+mutant("fsdp: the norm of a shard", "common", "norm.full_tensor() if hasattr", "norm.to_local() if hasattr", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.5-3]")
+mutant("fsdp: rows of another size", "machinery/sharding", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)", "test_ranks_of_a_row_hold_the_whole")
+mutant("fsdp: what shares a weight is sharded alone", "machinery/tasks", "not container and not shared", "not container", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: a list is sharded", "machinery/tasks", "not container and not shared", "not shared", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: the lowest modules", "machinery/tasks", "fits = 8 * size <= total or not", "fits = not", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: small modules too", "machinery/tasks", "if 256 * size < total:", "if False:", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
+mutant("fsdp: fp16", "machinery/options", 'refuse(args.amp == "fp16", ', "refuse(False, ", "test_what_torch_cannot_shard_is_refused")
+mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % groups != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")

@@ -22,10 +22,16 @@ sys.path.insert(0, str(ROOT))
 from machinery.options import OPTIONS
 
 SCRIPTS = {
-    mode: (ROOT / f"train_{mode}.py").read_text() for mode in ("single", "dp", "ddp", "spawn")
+    mode: (ROOT / f"train_{mode}.py").read_text()
+    for mode in ("single", "dp", "ddp", "spawn", "fsdp")
 }
 DOCS = ROOT / "docs"
-DIFFS = [("single", "ddp"), ("single", "dp"), ("ddp", "spawn")]  # whose sizes are stated
+DIFFS = [
+    ("single", "ddp"),
+    ("single", "dp"),
+    ("ddp", "spawn"),
+    ("ddp", "fsdp"),
+]  # whose sizes are stated
 
 
 def changed_lines(old: str, new: str) -> list[str]:
@@ -59,7 +65,7 @@ def equivalence_table(cells: list[dict]) -> list[str]:
         row = worst.setdefault(cell["feature"], {})
         row[cell["mode"]] = max(row.get(cell["mode"], 0.0), *cell["deviations"].values())
     shown = [
-        [f"{row[mode]:.0e}" if mode in row else "–" for mode in ("dp", "ddp", "spawn")]
+        [f"{row[mode]:.0e}" if mode in row else "–" for mode in ("dp", "ddp", "spawn", "fsdp")]
         for row in worst.values()
     ]
     entries = [f"{name} | {' · '.join(values)}" for name, values in zip(worst, shown)]
@@ -72,7 +78,7 @@ def equivalence_table(cells: list[dict]) -> list[str]:
     )
     figures = f"{len(cells)} cells, none above its bound; the worst in float64 is {exact:.1e}."
     summary = f"{figures} Measured with torch {torch.__version__}, code {code_digest()}."
-    head = ["| feature | dp · ddp · spawn " * 3 + "|", "|---|---" * 3 + "|"]
+    head = ["| feature | dp · ddp · spawn · fsdp " * 3 + "|", "|---|---" * 3 + "|"]
     return [*head, *(f"| {' | '.join(line)} |" for line in columns), "", summary]
 
 

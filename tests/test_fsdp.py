@@ -1,0 +1,217 @@
+"""Sharded training: the same run as on one device, resumed in any mode; what is cut, and what is refused."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import ROOT, TASKS, compare, in_group, make_args, single_run, train, undisturbed
+from launches import free_port
+from patches import BASE, stop_after, without_speed
+from torch import nn
+
+import common
+import machinery.tasks
+
+NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--accum-steps 3 --clip-grad-norm 0.5",
+        "--optimizer adamw --lr 0.01 --average ema",
+        "--average swa --epochs 4 --freeze first.bias",
+    ],
+)
+def test_shards_equal_one_device(n, options, tmp_path):
+    argv = (*BASE, *options.split())
+    deviations = compare(train("fsdp", n, *argv, folder=tmp_path), single_run(*argv))
+    assert deviations.pop("gradients") <= 1e-12, "the first step's gradients"
+    assert max(deviations.values()) <= 1e-10, deviations
+
+
+@pytest.mark.parametrize("options", ["", "--average ema", "--average swa --epochs 4"])
+def test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one(options, tmp_path):
+    argv = (*NET, *options.split())
+    whole = undisturbed("fsdp", 3, *argv)
+    stop = functools.partial(stop_after, 9)
+    assert train("fsdp", 3, *argv, folder=tmp_path, patch=stop).code == 143
+    resumed = train("fsdp", 3, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert without_speed(resumed.lines) == without_speed(whole.lines)
+    for part in ("model", "average"):
+        for name, value in whole.checkpoint()[part].items():
+            assert torch.equal(torch.as_tensor(resumed.checkpoint()[part][name]), value), name
+
+
+def test_run_that_changes_its_mode_at_each_stop_is_the_same_run(tmp_path):
+    """ddp 4, fsdp 3, single 1, fsdp 2; synchronised BatchNorm, where one device has the same."""
+    argv = (*BASE, "--optimizer", "adamw", "--lr", "0.003", "--average", "ema", "--resume", "auto")
+    whole = single_run(*argv[:-2])
+    for mode, n, step in (("ddp", 4, 4), ("fsdp", 3, 5), ("single", 1, 4)):
+        stop = functools.partial(stop_after, step)
+        stopped = train(mode, n, *argv, folder=tmp_path, patch=stop)
+        assert stopped.code == 143, stopped.err
+    last = train("fsdp", 2, *argv, folder=tmp_path)
+    assert last.code == 0, last.err
+    ours, theirs = last.checkpoint(), whole.checkpoint()
+    assert ours["global_step"] == theirs["global_step"] == 18
+    for part in ("model", "average"):
+        for name, value in theirs[part].items():
+            found = torch.as_tensor(ours[part][name])
+            assert torch.allclose(found, torch.as_tensor(value), rtol=1e-8, atol=1e-10), name
+    moments = zip(ours["optimizer"]["state"].values(), theirs["optimizer"]["state"].values())
+    for found, wanted in moments:
+        assert torch.allclose(found["exp_avg"], wanted["exp_avg"], rtol=1e-8, atol=1e-12)
+    for line, wanted in zip(last.eval_lines(), whole.eval_lines(), strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
+
+
+def test_file_of_shards_holds_whole_plain_tensors(tmp_path):
+    result = train("fsdp", 3, *NET, "--average", "ema", folder=tmp_path)
+    assert result.code == 0, result.err
+    saved, wanted = result.checkpoint(), single_run(*NET, "--average", "ema").checkpoint()
+    for part in ("model", "average"):
+        assert saved[part].keys() == wanted[part].keys()
+        for name, value in wanted[part].items():
+            assert type(saved[part][name]) is type(value)
+            assert torch.as_tensor(saved[part][name]).shape == torch.as_tensor(value).shape
+    again = train("single", 1, *NET, "--average", "ema", "--eval-only", "--resume",
+                  str(result.folder / "last.pt"), folder=tmp_path / "again")  # fmt: skip
+    (line,) = again.eval_lines()
+    assert line["loss"] == pytest.approx(result.eval_lines()[-1]["loss"], rel=1e-12)
+
+
+def test_ranks_of_one_row_share_a_copy(tmp_path):
+    result = train("fsdp", 4, *BASE, "--shard-size", "2", folder=tmp_path)
+    assert max(compare(result, single_run(*BASE)).values()) <= 1e-10
+    with pytest.raises(common.UsageError, match="--shard-size 3 must divide the number of dev"):
+        os.environ.update(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4")
+        try:
+            make_args("fsdp", "--shard-size", "3")
+        finally:
+            del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+
+
+def test_nan_on_one_rank_is_skipped_by_all(tmp_path):
+    from patches import change_training_loss
+
+    change = functools.partial(change_training_loss, make_nan)
+    result = train("fsdp", 3, *NET, folder=tmp_path, patch=change)
+    assert result.code == 0, result.err
+    assert sum(line["skipped"] for line in result.train_lines()) == 1
+    assert all(value.isfinite().all() for value in result.checkpoint()["model"].values())
+
+
+def test_ranks_of_shards_drop_other_units(tmp_path):
+    """With dropout the ranks of fsdp draw what those of ddp draw."""
+    argv = (*BASE, "--model", "dropout")
+    shards, ranks = train("fsdp", 2, *argv, folder=tmp_path), undisturbed("ddp", 2, *argv)
+    assert max(compare(shards, ranks).values()) <= 1e-10
+
+
+def test_rank_with_a_batch_less_joins_the_last_forward(tmp_path):
+    """57 samples in batches of 10 on 4 ranks: two of them have one batch, two have two."""
+    argv = (*BASE, "--eval-batch-size", "10", "--timeout", "20")
+    result = train("fsdp", 4, *argv, folder=tmp_path, timeout=60)
+    assert max(compare(result, single_run(*argv[:-2])).values()) <= 1e-10
+
+
+def make_nan(losses, k):
+    return losses * (float("nan") if k == 3 and os.environ["RANK"] == "1" else 1.0)
+
+
+# ------------------------------------------------------------------------------------ what is cut
+
+
+def shares_of(name):
+    """Print this rank's share of the parameters' numbers after the network was sharded."""
+    import machinery.sharding
+
+    net = NETS[name]()
+    total = sum(parameter.numel() for parameter in net.parameters())
+    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
+    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh, "off")
+    own = sum(parameter.to_local().numel() for parameter in net.parameters())
+    print(own / total)
+
+
+NETS = {"mlp": lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])}
+
+
+def print_rows():
+    import machinery.sharding
+
+    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
+    print(mesh["shard"].size(), mesh["replicate"].size())
+
+
+def test_ranks_of_a_row_hold_the_whole():
+    assert [out.split() for out in in_group(6, print_rows)] == [["3", "2"]] * 6
+
+
+def test_each_rank_holds_its_share():
+    shares = [float(out) for out in in_group(4, functools.partial(shares_of, "mlp"))]
+    assert max(shares) <= 0.26 and sum(shares) == pytest.approx(1)
+
+
+def test_parts_that_are_sharded_each_for_itself():
+    blocks = [nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 30)) for _ in range(8)]
+    tied, other = nn.Linear(30, 30), nn.Linear(30, 30)
+    other.weight = tied.weight
+    large, small = nn.Linear(100, 60), nn.Linear(2, 2)
+    net = nn.Sequential(nn.ModuleList(blocks), tied, other, large, small)
+    assert machinery.tasks.large_modules(net) == [*blocks, large], (
+        "not the list, which has no forward; not what shares a weight; not what is small"
+    )
+    assert machinery.tasks.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
+
+
+def test_task_chooses_what_is_sharded(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "own.py").write_text(
+        "from pit_models import *\nfrom pit_models import build_datasets, build_model\n"
+        "def shard_modules(net):\n    print('asked', flush=True)\n    return []\n"
+    )
+    argv = [str(tmp_path / "own.py") if part == BASE[1] else part for part in BASE]
+    result = train("fsdp", 2, *argv, folder=tmp_path)
+    assert result.code == 0 and result.out.count("asked") == 2, result.err
+    assert max(compare(result, single_run(*BASE)).values()) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--grad-compress bf16", "--grad-compress bf16 belongs to DDP"),
+        ("--amp fp16", "--amp fp16 cannot scale sharded gradients; use --amp bf16"),
+        ("--channels-last", "--channels-last: torch shards contiguous parameters alone"),
+        ("--find-unused-parameters", "--find-unused-parameters belongs to DDP"),
+    ],
+)
+def test_what_torch_cannot_shard_is_refused(options, message):
+    with pytest.raises(common.UsageError, match=message):
+        make_args("fsdp", *options.split())
+
+
+# --------------------------------------------------------------------------------------- launching
+
+
+def test_run_sh_and_torchrun_start_the_shards(tmp_path):
+    argv = [*BASE, "--epochs", "1", "--timeout", "60"]
+    run_sh = ["bash", str(ROOT / "run.sh"), "fsdp", "2", *argv]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--master-port", str(free_port()), str(ROOT / "train_fsdp.py"), *argv]
+    lines = []
+    for name, command in (("run.sh", run_sh), ("torchrun", torchrun)):
+        folder = tmp_path / name
+        result = subprocess.run(
+            [*command, "--output-dir", str(folder)], capture_output=True, text=True, timeout=120
+        )
+        assert result.returncode == 0, result.stderr
+        lines += [[line for line in result.stdout.splitlines() if "eval" in line]]
+    assert lines[0] == lines[1] and len(lines[0]) == 1

@@ -1,0 +1,127 @@
+"""Train a model in shards on N devices: `bash run.sh fsdp N`, or torchrun with train_fsdp.py."""
+
+import sys
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import DataLoader
+
+import common
+from machinery.check import check_run
+from machinery.options import parse_args
+from machinery.processes import leaves_no_trace, run_main, set_up_device
+from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
+from machinery.run import Run, State
+from machinery.sharding import join_forwards, mesh_of_ranks, shard
+from machinery.stand_ins import convert_sync_batchnorm
+from machinery.tasks import Task, build_net, load_task
+from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
+
+
+def train_one_epoch(
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
+) -> None:
+    """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
+    common.train_mode(model)
+    for batch in run.batches(loader):  # sets the sampler's epoch and step
+        for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+            model.set_requires_gradient_sync(
+                i == args.accum_steps - 1
+            )  # one reduce-scatter per step
+            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
+            with common.autocast(run.device, args.amp):
+                outputs = model(inputs)
+                losses = task.per_sample_loss(outputs, targets)
+            # The ranks' gradients are averaged; this factor makes it the mean of the global batch.
+            loss = losses.sum() * (dist.get_world_size() / args.batch_size)
+            state.scaler.scale(loss).backward()
+            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
+        state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
+        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
+        state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.scheduler.step()
+        state.average.after_step(state.net)  # for --average ema
+        run.end_step(state.scaler.norm)
+
+
+@torch.no_grad()
+def evaluate(
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, device: torch.device
+) -> dict[str, float]:
+    """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
+    model.eval()
+    meter = common.Meter(device)
+    for i, batch in enumerate(loader):
+        seed_evaluation(args.seed, i)  # a task that draws numbers draws the same in every mode
+        inputs, targets = common.to_device(batch, device)
+        with common.autocast(device, args.amp):
+            outputs = model(inputs)
+            losses = task.per_sample_loss(outputs, targets)
+            meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
+    join_forwards(model, loader, device, args.amp)  # a forward needs the shards of all ranks
+    return meter.mean(task.dataset_metrics)
+
+
+@record  # torchrun shows the traceback of the rank that failed first
+@leaves_no_trace  # a notebook that calls main finds its process as it was before
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args("fsdp", argv)
+    check_run(args)  # tries task, model and checkpoint in a child process
+    rank, local_rank, world_size = ranks_from_env()  # of torchrun, run.sh or srun
+    device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
+    task = load_task(args)
+
+    train_set, val_set = task.build_datasets(args)
+    train_sampler = GlobalBatchSampler(
+        train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
+    )
+    val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
+    loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
+    train_loader = build_loader(train_set, train_sampler, device, **loading)
+    val_loader = build_loader(val_set, val_sampler, device, **loading)
+
+    # After the loaders: they fork workers, and to fork beside communication threads may hang.
+    dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
+    schedule = {"schedule": args.schedule, "epochs": args.epochs}
+    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
+    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    net = build_net(args, task, device)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
+    average = common.build_average(args.average, net, args.swa_start, **schedule)
+    mesh = mesh_of_ranks(device, args.shard_size)
+    for network in [net, *average.children()]:  # before the optimizer sees the parameters
+        shard(network, task.shard_modules(network), mesh, args.amp)
+    optimizer = task.build_optimizer(args, net)
+    common.scale_lr(optimizer, args.scale_lr)
+    scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
+    scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
+    state = State(net, optimizer, scheduler, scaler, average)
+    run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
+    run.resume()  # opens the output directory, and loads the checkpoint of --resume
+
+    model = net
+    if args.compile:
+        model.compile()
+
+    while state.epoch < args.epochs and not args.eval_only:
+        train_one_epoch(args, task, model, train_loader, state, run)
+        common.sync_buffers(net)  # rank 0's BatchNorm statistics, for all
+        average.after_epoch(net, state.epoch)  # for --average swa
+        run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
+        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
+    if args.eval_only:
+        eval_model = run.eval_model(train_loader)
+        run.log_eval(evaluate(args, task, eval_model, val_loader, device))
+    run.finish()
+    dist.destroy_process_group()  # all ranks are done
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
