@@ -248,7 +248,7 @@ def test_launcher_starts_nothing_again_that_a_signal_asked_to_stop(tmp_path, mon
     monkeypatch.setattr(machinery.launch, "start", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(machinery.launch, "wait_for", wait_for)
     monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
-    monkeypatch.setattr(sys, "argv", ["launch.py", "2", "--output-dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["launch.py", "ddp", "2", "--output-dir", str(tmp_path)])
     assert machinery.launch.main() == 1 and len(started) == 1
 
 
@@ -259,8 +259,12 @@ def launches(monkeypatch, tmp_path):
     def launch(endings, *argv, saves=True):
         attempts = []
 
-        def start(given, devices, args, attempt):
-            assert devices == 2 and given == [*argv, "--output-dir", str(tmp_path)]
+        def start(script, given, devices, args, attempt):
+            assert (
+                script == "train_ddp.py"
+                and devices == 2
+                and given == [*argv, "--output-dir", str(tmp_path)]
+            )
             attempts.append({"attempt": attempt, **os.environ})
             if saves:
                 (tmp_path / "last.pt").touch()
@@ -270,7 +274,9 @@ def launches(monkeypatch, tmp_path):
         monkeypatch.setattr(machinery.launch, "start", start)
         monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
         monkeypatch.setattr(machinery.launch, "wait_for", lambda *_: endings[len(attempts) - 1])
-        monkeypatch.setattr(sys, "argv", ["launch.py", "2", *argv, "--output-dir", str(tmp_path)])
+        monkeypatch.setattr(
+            sys, "argv", ["launch.py", "ddp", "2", *argv, "--output-dir", str(tmp_path)]
+        )
         return machinery.launch.main(), attempts
 
     return launch

@@ -291,18 +291,19 @@ def test_port_of_several_nodes():
     assert (args.nnodes, args.node_rank, args.master_addr) == (1, 0, None)
 
 
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 @pytest.mark.parametrize("several", [False, True])
-def test_what_the_ranks_are_told(several, monkeypatch):
+def test_what_the_ranks_are_told(several, script, monkeypatch):
     """The variables of torchrun, and the options as they were given."""
     monkeypatch.setattr(os, "environ", {"HOME": "/root", "RANK": "7", "MASTER_PORT": "1"})
     told = []
     monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of the tests' own process
     monkeypatch.setattr("subprocess.Popen", lambda command, env: told.append((command, env)))
     argv = ["--lr", "1", *(SEVERAL if several else [])]
-    machinery.launch.start(argv, 3, make_args("ddp", *argv), attempt=2)
+    machinery.launch.start(script, argv, 3, make_args("ddp", *argv), attempt=2)
     first = 3 if several else 0  # this is the second of two machines
     for local_rank, (command, environment) in enumerate(told):
-        assert command == [sys.executable, str(ROOT / "train_ddp.py"), *argv]
+        assert command == [sys.executable, str(ROOT / script), *argv]
         assert environment == {
             "HOME": "/root",
             "RANK": str(first + local_rank),

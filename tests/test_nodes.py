@@ -408,7 +408,7 @@ def test_several_nodes_are_checked_before_anything_is_started(
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options, words = (text.format(port=taken.getsockname()[1]) for text in (options, words))
-        monkeypatch.setattr(sys, "argv", ["launch.py", "2", *options.split(), *BASE])
+        monkeypatch.setattr(sys, "argv", ["launch.py", "ddp", "2", *options.split(), *BASE])
         monkeypatch.setattr(machinery.launch, "start", lambda *_: pytest.fail("it was started"))
         with pytest.raises(common.UsageError) as error:
             machinery.launch.main()

@@ -412,11 +412,11 @@ def gate_on_local_rank(rank):
     machinery.run.Run._open = open_own_folder
 
 
-def open_own_folder(self):
+def open_own_folder(self, built):
     self.args.output_dir += (
         f"-{dist.get_rank()}"  # or the lock of metrics.jsonl would notice that two write there
     )
-    return _open(self)
+    return _open(self, built)
 
 
 _open = machinery.run.Run._open

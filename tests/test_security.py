@@ -303,7 +303,7 @@ def harmful(tmp_path, monkeypatch):
     return project, current, call
 
 
-@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn", "fsdp"])
 def test_run_sh_hands_harmful_names_on_as_they_are(mode, harmful):
     project, current, call = harmful
     given = [
@@ -323,7 +323,7 @@ def test_run_sh_hands_harmful_names_on_as_they_are(mode, harmful):
         mode, f"0{n}", *given
     )  # in the shell's arithmetic 08 would be a wrong octal number
     assert finished.returncode == 0 and finished.stderr == ""
-    script = "machinery/launch.py" if mode == "ddp" else f"train_{mode}.py"
+    script = "machinery/launch.py" if mode in ("ddp", "fsdp") else f"train_{mode}.py"
     assert (
         calls[-1][:2] == [str(current), str(project / script)] and calls[-1][-len(given) :] == given
     )
