@@ -92,6 +92,7 @@ WHOLE = {
     **{name: {} for name in ("model", "optimizer", "scheduler", "scaler", "average", "log")},
     **{"epoch": 0, "step": 0, "global_step": 0, "best": None, "config": {}},
     "samples": 1437,
+    "classes": None,
 }
 CHECKPOINTS = {
     "format.pt": {"format": 1},
@@ -391,7 +392,7 @@ CASES = [
         "single",
         1,
         "--resume TMP/format.pt",
-        "--resume TMP/format.pt: not a checkpoint of this program: average, best, config",
+        "--resume TMP/format.pt: not a checkpoint of this program: average, best, classes, config",
     ),
     (
         "single",
@@ -655,8 +656,8 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
     ("command", "message"),
     [
         (
-            ["bash", "run.sh", "fsdp", "2"],
-            "unknown mode 'fsdp'; use: bash run.sh single|dp|ddp|spawn",
+            ["bash", "run.sh", "fdsp", "2"],
+            "unknown mode 'fdsp'; use: bash run.sh single|dp|ddp|spawn|fsdp",
         ),
         (["bash", "run.sh", "--nproc", "2"], "unknown mode '--nproc'"),
         (

@@ -23,7 +23,9 @@ def test_random_runs_keep_every_invariant(part, capsys):
 
 
 def test_every_option_is_declared():
-    parsers = [machinery.options.build_parser(mode) for mode in ("single", "dp", "ddp", "spawn")]
+    parsers = [
+        machinery.options.build_parser(mode) for mode in ("single", "dp", "ddp", "spawn", "fsdp")
+    ]
     names = {action.option_strings[0] for parser in parsers for action in parser._actions}
     assert names - {"-h"} == fuzz.OPTIONS.keys()
     reasons = [reason for reason in fuzz.OPTIONS.values() if isinstance(reason, str)]

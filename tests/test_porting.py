@@ -77,7 +77,7 @@ def test_ported_command_runs(number, tmp_path):
         assert result.checkpoint()["average"]["n_averaged"] == 1
 
 
-@pytest.mark.long
+@pytest.mark.release  # two minutes
 def test_recipe_of_imagenet_is_the_same_in_every_mode(tmp_path):
     """200 images, ResNet-50, float64. BatchNorm sees each device's slice, or all with --sync-bn."""
     image_folder(tmp_path / "data", 200, 40)

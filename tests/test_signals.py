@@ -193,7 +193,7 @@ def test_signal_when_all_is_done_changes_nothing(tmp_path):
         "tempfile.TemporaryDirectory.cleanup = late\n"
         "sys.exit(machinery.processes.run_main(machinery.launch.main))\n"
     )
-    command = [sys.executable, str(tmp_path / "late.py"), "1", *OPTIONS[:4], "--epochs", "1"]
+    command = [sys.executable, str(tmp_path / "late.py"), "ddp", "1", *OPTIONS[:4], "--epochs", "1"]
     with Launch(command, tmp_path, PYTHONPATH=str(ROOT)) as launch:
         launch.wait_for("cleared up")
         assert (launch.end(), launch.errors()) == (0, "")
