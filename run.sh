@@ -54,6 +54,9 @@ fi
 
 # By itself glibc gives the memory of the gradients back to the system in every step on a CPU, and takes it again
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
+case $mode in # what is proved is said of CPUs; tests marked gpu need the accelerator
+  test | equivalence | mutants | faults | fuzz) [[ " $* " == *" -m gpu"* ]] || export CUDA_VISIBLE_DEVICES="" ;;
+esac
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
   equivalence | mutants | faults | fuzz) cd -- "$here" && exec "$python" "tools/$mode.py" "$@" ;;
