@@ -68,7 +68,9 @@ def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
     """
     bits = splitmix64(seed, step, micro_batch) % 2**63 + rank
     seed_generators(bits)  # torch.manual_seed would also record a stack trace in every step
-    if accelerator := _accelerator():
+    accelerator = _accelerator()
+    # Before its first use torch would record a stack trace here too, as under --device cpu.
+    if accelerator and getattr(accelerator, "is_initialized", lambda: True)():
         accelerator.manual_seed(bits)
 
 

@@ -80,6 +80,9 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
 
     `ended` has the exit code of each rank; None: it had to be killed.
     """
+    if nnodes > 1 or {*ended} - {None, 0, LOST, -signal.SIGABRT}:
+        # NCCL aborts a rank that has lost another one. The other one knows the cause.
+        ended = [LOST if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:
         return purpose[0], ""

@@ -50,6 +50,9 @@ SETTINGS = [  # what a run changes in its process: how to read it, how to put it
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 ]
+for _name in ("benchmark", "allow_tf32"):
+    _setting = torch.backends.cudnn, _name
+    SETTINGS.append((functools.partial(getattr, *_setting), functools.partial(setattr, *_setting)))
 
 
 class Stopped(Exception):
@@ -67,7 +70,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     def wrapper(*arguments: Any, **options: Any) -> int:
         if _ends_with_run:
             return main(*arguments, **options)
-        environment, benchmark = dict(os.environ), torch.backends.cudnn.benchmark
+        environment = dict(os.environ)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         strict = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -78,7 +81,6 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         finally:
             at_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            torch.backends.cudnn.benchmark = benchmark
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             for put_back, value in before:
                 put_back(value)
@@ -132,6 +134,8 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
+    if deterministic:
+        torch.backends.cudnn.allow_tf32 = False  # by default convolutions round to 10 bits
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
