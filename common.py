@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 1  # of a checkpoint; raised when its keys change
@@ -136,7 +136,9 @@ def compress_gradients(model: nn.Module, method: str, scaler: StepGuard) -> None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if method != "powersgd":
-        model.register_comm_hook(None, getattr(default_hooks, f"{method}_compress_hook"))
+        compress = getattr(default_hooks, f"{method}_compress_hook")
+        # Under its own name torch refuses bf16 where torch has no CUDA; gloo can do it.
+        model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
         return
 
     def hook(state, bucket):  # torch refuses annotations that are strings
@@ -146,7 +148,8 @@ def compress_gradients(model: nn.Module, method: str, scaler: StepGuard) -> None
             for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
                 memory.clear()
         future = powerSGD_hook.powerSGD_hook(state, bucket)
-        future.wait()  # gloo would start the all-reduces of two buckets in any order
+        if bucket.buffer().device.type == "cpu":  # NCCL keeps the order by itself
+            future.wait()  # gloo would start the all-reduces of two buckets in any order
         return future
 
     options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
@@ -430,7 +433,7 @@ class StepGuard(torch.amp.GradScaler):
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
     sets it to zero; `in_a_row` counts consecutive ones. When it has reached 10 it stays: the run
-    looks at it every tenth step. All stay on the device.
+    looks at it where it logs or saves. All stay on the device.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
@@ -508,6 +511,10 @@ class NoAverage:
         pass
 
 
+def tensors_of(net: nn.Module) -> list[Tensor]:
+    return [*net.parameters(), *net.buffers()]
+
+
 class WeightAverage(AveragedModel):
     """An average of the parameters; every buffer that is not averaged is a copy.
 
@@ -519,12 +526,13 @@ class WeightAverage(AveragedModel):
     """
 
     def __init__(self, kind: str, net: nn.Module, epochs: list[int], decay: float = 0.99) -> None:
-        fading = get_ema_multi_avg_fn(decay) if kind == "ema" else None  # None: the mean
-        super().__init__(net, multi_avg_fn=fading)
+        super().__init__(net)
         self.kind, self.epochs, self.decay = kind, epochs, decay
-        norms = batch_norms(self.module) if kind == "ema" else []
-        statistics = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
-        self.statistics = [buffer for buffer in statistics if buffer is not None]
+        numbers = self.module.parameters()
+        averaged = {id(p) for p in numbers if p.is_floating_point() or p.is_complex()}
+        for norm in batch_norms(self.module):
+            averaged |= {id(norm.running_mean), id(norm.running_var)}
+        self.fades = [id(value) in averaged for value in tensors_of(self.module)]
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
 
@@ -540,12 +548,20 @@ class WeightAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, net: nn.Module) -> None:
-        started = int(self.n_averaged) > 0
-        before = [buffer.clone() for buffer in self.statistics]
-        super().update_parameters(net)  # copies every buffer
-        if started and before:
-            torch._foreach_lerp_(before, self.statistics, 1 - self.decay)
-            torch._foreach_copy_(self.statistics, before)
+        if self.kind == "swa" or self.n_averaged == 0:
+            super().update_parameters(net)  # copies every buffer
+        else:
+            # torch's class would copy `n_averaged` to the device, and wait for that, in each step.
+            groups: dict[Any, list] = {}
+            for fades, mine, new in zip(self.fades, tensors_of(self.module), tensors_of(net)):
+                groups.setdefault((fades, type(mine)), []).append((mine, new))
+            for (fades, _), pairs in groups.items():  # sharded tensors by themselves
+                mine, new = zip(*pairs)
+                if fades:
+                    torch._foreach_lerp_(mine, new, 1 - self.decay)
+                else:
+                    torch._foreach_copy_(mine, new)
+            self.n_averaged += 1
         averages, parameters = list(self.module.parameters()), list(net.parameters())
         for i in self.infinite:  # by design: the mean of two infinities would be NaN
             finite = parameters[i].isfinite()

@@ -76,6 +76,11 @@ class State:
             i: cut_like(values, dict.fromkeys(values, parameters[i])) for i, values in own
         }
         self.optimizer.load_state_dict(optimizer)
+        for parameter, values in self.optimizer.state.items():
+            for name, value in values.items():
+                # Fused kernels need the strides of the parameter, and --channels-last may change.
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         for name in ("scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])
         average = checkpoint["average"].items()
@@ -255,18 +260,27 @@ class Run:
         state.global_step += 1
         self.bar.update()
         ends = state.step == self.steps_per_epoch
-        # Not in every step: to read the count is to wait for the device.
-        look = ends or state.global_step % MAX_SKIPPED_IN_A_ROW == 0
-        if look and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
-            raise Stopped(3, f"diverged: {problem}, seen at step {state.global_step}")
-        if ends or state.global_step % args.log_every == 0:
+        logs = ends or state.global_step % args.log_every == 0
+        if logs:
             self._log_train(grad_norm)
         self.lr = state.optimizer.param_groups[0]["lr"]  # with which the next step is made
         self.stopping = self.stop.agreed()
         due = args.save_every and state.global_step % args.save_every == 0
-        if not ends and (due or self.stopping):  # at the end of an epoch the script saves
+        saves = not ends and (due or self.stopping)  # at the end of an epoch the script saves
+        if logs or saves:
+            self._end_if_diverged()
+        if saves:
             self.save("last.pt")
+
+    def _end_if_diverged(self) -> None:
+        """Raise Stopped after ten skipped steps in a row.
+
+        To read their number is to wait for the device. Call it where the host waits anyway, and
+        after `stop.agreed`: that raises if a rank is lost, where CUDA would wait for ever.
+        """
+        if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
+            raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")
 
     def _log_train(self, grad_norm: Tensor) -> None:
         state, means, now = self.state, self.meter.mean(), time.perf_counter()

@@ -386,7 +386,7 @@ def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path):
             patch=functools.partial(change_training_loss, always_nan),
         )
         assert result.code == 3 and "diverged: 10 steps in a row" in result.err
-        assert len(result.train_lines()) == 9  # the tenth ended it
+        assert len(result.train_lines()) == 10  # the tenth ended it, after its line
     result = train(
         "single",
         1,

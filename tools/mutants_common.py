@@ -91,7 +91,7 @@ mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_nor
 mutant("scaler: only NaN is noticed", "common", "1 - self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9",
        "test_ema_and_swa_are_what_they_say")
-mutant("ema: statistics not averaged", "common", "if started and before:", "if False:",
+mutant("ema: statistics not averaged", "common", "averaged |= {id(norm.running_mean), id(norm.running_var)}", "pass",
        "test_ema_and_swa_are_what_they_say")
 mutant("save: file not on the disk before the rename", "common",
        "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n", "", DURABLE)
@@ -171,15 +171,15 @@ mutant("by design: no weights with a mask", "common",
 mutant("by design: judged in the precision of the file", "common",
        "became_non_finite(value.to(own[n].dtype), own[n])", "became_non_finite(value, own[n])",
        "test_weights_keep_their_precision")
-mutant("ema: all buffers averaged", "common", "super().__init__(net, multi_avg_fn=fading)",
-       "super().__init__(net, multi_avg_fn=fading, use_buffers=True)",
+mutant("ema: all buffers averaged", "common", "[id(value) in averaged for value",
+       "[value.is_floating_point() for value",
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
-mutant("ema: the variance is a copy", "common", "for buffer in (norm.running_mean, norm.running_var)", "for buffer in (norm.running_mean,)",
+mutant("ema: the variance is a copy", "common", "{id(norm.running_mean), id(norm.running_var)}", "{id(norm.running_mean)}",
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
-mutant("ema: statistics forget twice as slowly", "common", "self.statistics, 1 - self.decay)", "self.statistics, (1 - self.decay) / 2)",
+mutant("ema: statistics forget twice as slowly", "common", "1 - self.decay)", "(1 - self.decay) / 2)",
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
-mutant("ema: the first statistics count a hundredth", "common", "started = int(self.n_averaged) > 0",
-       "started = True", "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
+mutant("ema: the first statistics count a hundredth", "common", 'self.kind == "swa" or self.n_averaged == 0',
+       'self.kind == "swa"', "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
 mutant("meter: a new name is welcome", "common",
        "        if self.sums:\n            self._check_names(values)", "        if False:\n            self._check_names(values)",
        "test_metric_of_some_batches_alone_ends_the_run[single-1]")
@@ -308,3 +308,14 @@ mutant("swa: every epoch of a cycle", "common", "if schedule not in CYCLES:\n   
 mutant("swa: the end of the warm-up is the end of a cycle", "common", "return max(0, math.floor(", "return max(-1, math.floor(", SWA_EPOCHS)
 mutant("swa: cycles from the first step", "common", "math.floor((epoch - warmup_epochs) / cycle)", "math.floor(epoch / cycle)", SWA_EPOCHS)
 mutant("swa: a saw-tooth has no cycle", "common", 'CYCLES = ["cyclic", "sawtooth"]', 'CYCLES = ["cyclic"]', SWA_EPOCHS)
+
+# What accelerators would meet
+mutant("average: a complex parameter is a copy", "common", " or p.is_complex()}", "}", "test_average_has_the_bits_of_torchs_own")
+mutant("ema: waits for the device", "common", 'self.kind == "swa" or self.n_averaged == 0', "True",
+       "test_step_of_ema_copies_nothing_from_the_host")
+mutant("powersgd: waits for every backend", "common", 'if bucket.buffer().device.type == "cpu":', "if True:",
+       "test_power_sgd_waits_for_gloo_alone")
+mutant("powersgd: waits for no backend", "common", 'if bucket.buffer().device.type == "cpu":', "if False:",
+       "test_power_sgd_waits_for_gloo_alone")
+mutant("bf16 gradients: refused without CUDA", "common", "None, lambda state, bucket: compress(state, bucket)", "None, compress",
+       "test_bf16_gradients_need_no_cuda")

@@ -256,3 +256,12 @@ mutant("model: one channel for three", "task", "    if channels != 3:\n", "    i
 mutant("loader: as many workers as threads", "sampling", "min(8, own_cores())", "min(8, torch.get_num_threads())",
        "test_loader_has_a_worker_for_each_core_and_pins")
 mutant("sampler: empty slices", "sampling", "if batch_size < least:", "if False:", "test_sampler_refuses_a_batch_that_leaves_a_rank_without_samples")
+
+# What accelerators would meet
+mutant("seeds: an accelerator that nobody uses", "sampling", 'getattr(accelerator, "is_initialized", lambda: True)()', "True",
+       "test_accelerator_that_is_not_used_is_not_seeded")
+POOLS = "test_pools_of_the_models_are_those_of_adaptive_max_pool2d"
+mutant("resnet9: --deterministic refuses its pool", "task", "F.max_pool2d(features, features.shape[-2:])",
+       "F.adaptive_max_pool2d(features, 1)", POOLS)
+mutant("digitnet: no image of two pixels", "task", "[max(2, side) for side", "[side for side", POOLS)
+mutant("digitnet: the middle row is left out", "task", "[-(-n // 2) for n in sides]", "[n // 2 for n in sides]", POOLS)

@@ -287,7 +287,7 @@ for name, old, new in (
     ("deterministic kernels stay", "            torch.use_deterministic_algorithms(strict, warn_only=warn_only)\n", ""),
     ("deterministic kernels come back strict", "(strict, warn_only=warn_only)", "(strict)"),
     ("TF32 stays", "(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)", "(random.getstate, random.setstate)"),
-    ("benchmark stays", "            torch.backends.cudnn.benchmark = benchmark\n", ""),
+    ("benchmark stays", '("benchmark", "allow_tf32")', '("allow_tf32",)'),
     ("Python's generator stays seeded", "    (random.getstate, random.setstate),\n", ""),
     ("numpy's generator stays seeded", "    (np.random.get_state, np.random.set_state),\n", ""),
     ("torch's generator stays seeded", "    (torch.get_rng_state, torch.set_rng_state),\n", ""),
@@ -307,3 +307,19 @@ mutant("restart: auto has to write first", "machinery/launch", "(before and args
        "test_launcher_restarts_only_from_what_this_run_wrote")
 mutant("launch: a signal for a rank that has ended", "machinery/launch", "contextlib.suppress(ProcessLookupError)", "contextlib.nullcontext()",
        "test_signal_for_a_rank_that_has_just_ended_is_no_error")
+
+# What accelerators would meet
+mutant("run.sh: tests see the accelerators", "run.sh", '|| export CUDA_VISIBLE_DEVICES=""', "|| true",
+       "test_what_proves_the_code_sees_no_accelerator")
+mutant("run.sh: tests marked gpu see no accelerator", "run.sh", '[[ " $* " == *" -m gpu"* ]] || export', "export",
+       "test_what_proves_the_code_sees_no_accelerator")
+mutant("launch: a rank that NCCL aborts is blamed", "machinery/launch", "if nnodes > 1 or {*ended} -", "if nnodes > 99 and {*ended} -",
+       "test_rank_that_nccl_aborts_is_not_the_cause")
+mutant("launch: an abort is never the cause", "machinery/launch", "{None, 0, LOST, -signal.SIGABRT}", "{None, 0, -signal.SIGABRT}",
+       "test_rank_that_nccl_aborts_is_not_the_cause")
+mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or {*ended} -", "if {*ended} -",
+       "test_rank_that_nccl_aborts_is_not_the_cause")
+mutant("devices: convolutions use TF32", "machinery/processes", "        torch.backends.cudnn.allow_tf32 = False\n", "        pass\n",
+       "test_deterministic_convolutions_do_not_use_tf32")
+mutant("traces: TF32 of convolutions stays off", "machinery/processes", '("benchmark", "allow_tf32")', '("benchmark",)',
+       "test_deterministic_convolutions_do_not_use_tf32")

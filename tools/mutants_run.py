@@ -7,7 +7,7 @@ from mutants_base import BITWISE, DIVERGED, NAN, ORDERED, TOLD, WINNER, WINS, mu
 
 # ------------------------------------------------------------------------------------------------------------------------- machinery/run.py
 
-mutant("save: --save-every ignored", "machinery/run", "if not ends and (due or self.stopping):", "if not ends and self.stopping:",
+mutant("save: --save-every ignored", "machinery/run", "saves = not ends and (due or self.stopping)", "saves = not ends and self.stopping",
        "test_save_every_saves_within_the_epoch")
 mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) and higher:", "if True:",
        "test_best_is_not_the_last")
@@ -44,8 +44,7 @@ mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0
 mutant("launch: ranks without a launcher do not save", "machinery/run", "end_with_parent(signal.SIGTERM)", "pass",
        "test_pitfall_39_nothing_outlives_torchrun")
 mutant("divergence: not seen at the end", "machinery/run",
-       "ends or state.global_step % MAX_SKIPPED_IN_A_ROW == 0",
-       "state.global_step % MAX_SKIPPED_IN_A_ROW == 0", DIVERGED)
+       "if logs or saves:", "if (logs and not ends) or saves:", DIVERGED)
 mutant("resume: a model that does not fit is a traceback", "machinery/run",
        "except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:", "except ZeroDivisionError as error:",
        "test_checkpoint_of_other_data_or_another_model_is_refused")
@@ -124,10 +123,10 @@ RANKS_SPEED = "test_speed_and_loss_are_those_of_all_ranks"
 mutant("speed: of one rank", "machinery/run", 'means["count"] / (now', "self.meter.count / (now", RANKS_SPEED)
 mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
 mutant("log: step of the run for that of the epoch", "machinery/run", '"step": state.step,\n', '"step": state.global_step,\n', SPEED)
-mutant("log: steps of an epoch are counted for --log-every", "machinery/run", "if ends or state.global_step % args.log_every == 0:",
-       "if ends or state.step % args.log_every == 0:", SPEED)
-mutant("log: an epoch's last step is not logged", "machinery/run", "if ends or state.global_step % args.log_every == 0:",
-       "if state.global_step % args.log_every == 0:", SPEED)
+mutant("log: steps of an epoch are counted for --log-every", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
+       "logs = ends or state.step % args.log_every == 0", SPEED)
+mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
+       "logs = state.global_step % args.log_every == 0", SPEED)
 mutant("log: learning rate of the next step", "machinery/run", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
        "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
 mutant("log: norm rounded to float32", "machinery/run", '"grad_norm": grad_norm.item()', '"grad_norm": grad_norm.float().item()',
@@ -359,3 +358,11 @@ mutant("fsdp: small modules too", "machinery/tasks", "if 256 * size < total:", "
 mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
 mutant("fsdp: fp16", "machinery/options", 'refuse(args.amp == "fp16", ', "refuse(False, ", "test_what_torch_cannot_shard_is_refused")
 mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % groups != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
+
+# What accelerators would meet
+mutant("resume: strides of the checkpoint", "machinery/run", "torch.empty_like(parameter, dtype=value.dtype).copy_(value)", "value",
+       "test_restored_optimizer_has_the_strides_of_the_parameters")
+mutant("divergence: every step waits for the device", "machinery/run", "if logs or saves:", "if True:",
+       "test_steps_between_log_lines_do_not_wait_for_the_device")
+mutant("divergence: saved before it is seen", "machinery/run", "if logs or saves:", "if logs:",
+       "test_steps_between_log_lines_do_not_wait_for_the_device")

@@ -1,0 +1,325 @@
+"""What an accelerator would meet, by its mechanism, on the CPU. Nothing here needs an accelerator; test_gpu.py does."""
+
+import os
+import signal
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import ROOT, average_of, in_group, make_args
+from runs import make_run, make_step, start_epoch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import common
+import machinery.launch
+import machinery.processes
+import machinery.run
+import sampling
+import task
+from machinery.processes import FAILED, LOST
+
+CPU = torch.device("cpu")
+ABORTED, KILLED = -signal.SIGABRT, -signal.SIGKILL
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch computes, by its own names."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
+# ----------------------------------------------------------------------------------------- run.sh
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        *[([mode], "") for mode in ("test", "equivalence", "mutants", "faults", "fuzz")],
+        (["test", "-m", "long"], ""),
+        (["test", "-m", "gpu"], "0"),
+        (["test", "-x", "-m", "gpu and not long"], "0"),
+        (["single"], "0"),
+        (["bench"], "0"),
+    ],
+)
+def test_what_proves_the_code_sees_no_accelerator(arguments, seen, tmp_path):
+    python = tmp_path / "python3"
+    python.write_text(
+        "#!/bin/sh\n"
+        'case $1 in -I) echo "$0" ;; -) cat > /dev/null ;;'  # where it is; whether all is installed
+        ' *) echo "accelerators: $CUDA_VISIBLE_DEVICES" ;; esac\n'
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
+    command = ["bash", str(ROOT / "run.sh"), *arguments]
+    out = subprocess.check_output(command, env=environment, text=True, timeout=60)
+    assert out == f"accelerators: {seen}\n"
+
+
+# ----------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "size"),
+    [("DigitNet", (1, *sides), 2) for sides in [(2, 3), (3, 2), (8, 8), (5, 14), (28, 30)]]
+    + [("ResNet9", (3, *sides), 1) for sides in [(8, 8), (16, 24), (31, 9)]],
+)
+def test_pools_of_the_models_are_those_of_adaptive_max_pool2d(model, shape, size, monkeypatch):
+    """On CUDA its backward adds in any order: --deterministic refuses it."""
+    torch.manual_seed(0)
+    net, images = getattr(task, model)(shape[0], 10).double(), torch.rand(3, *shape).double()
+    with Operations() as operations:
+        output = net(images)
+        output.square().sum().backward()
+    assert "max_pool2d_with_indices_backward" in operations.names
+    assert not [name for name in operations.names if "adaptive" in name]
+    gradients = [parameter.grad for parameter in net.parameters()]
+
+    def pool(features, kernel, *stride):
+        if kernel == 2 and not stride:
+            return F.max_pool2d(features, 2)
+        replaced.append(kernel)
+        return F.adaptive_max_pool2d(features, size)
+
+    replaced = []
+    monkeypatch.setattr(task, "F", SimpleNamespace(max_pool2d=pool, relu=F.relu))
+    net.zero_grad()
+    expected = net(images)
+    expected.square().sum().backward()
+    assert output.equal(expected) and len(replaced) == 1
+    for gradient, parameter in zip(gradients, net.parameters()):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("model", "shape"), [("DigitNet", (1, 1, 1)), ("ResNet9", (3, 7, 7))])
+def test_image_that_is_too_small_is_refused(model, shape):
+    with pytest.raises(RuntimeError):
+        getattr(task, model)(shape[0], 10)(torch.rand(2, *shape))
+
+
+# ----------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("flipped", [False, True])
+def test_restored_optimizer_has_the_strides_of_the_parameters(
+    optimizer, flipped, tmp_path, handlers
+):
+    """The fused kernels of an accelerator compare them, and --channels-last may change on resume."""
+    formats = [torch.contiguous_format, torch.channels_last]
+    runs = []
+    for i, form in enumerate(formats[::-1] if flipped else formats):
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).double()
+        net = net.to(memory_format=form)
+        runs.append(make_run(tmp_path / str(i), "--optimizer", optimizer, net=net))
+    (first, second) = (run.state for run in runs)
+    for parameter in first.net.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    first.optimizer.step()
+    checkpoint = first.checkpoint()
+    second.restore(checkpoint)
+    saved = checkpoint["optimizer"]["state"]
+    assert first.net[0].weight.stride() != second.net[0].weight.stride()
+    for i, parameter in enumerate(second.net.parameters()):
+        values = second.optimizer.state[parameter]
+        assert values.keys() == saved[i].keys() and values
+        for name, value in values.items():
+            assert value.equal(saved[i][name]) and value.dtype == saved[i][name].dtype
+            assert value.dim() == 0 or value.stride() == parameter.stride(), name
+    for parameter in second.net.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    second.optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------- average
+
+
+def network():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+    net.append(nn.BatchNorm1d(4, track_running_stats=False))
+    net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+    net.register_buffer("large", torch.tensor([2**53 + 1]))
+    net.register_parameter("whole", nn.Parameter(torch.tensor([7]), requires_grad=False))
+    net.register_parameter("wave", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    return net
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_average_has_the_bits_of_torchs_own(kind):
+    net = network()
+    average = average_of(make_args("single", "--average", kind), net)
+    multi = get_ema_multi_avg_fn(0.99) if kind == "ema" else None
+    theirs = AveragedModel(net, multi_avg_fn=multi)
+    statistics = [0.0, 0.0]
+    for step in range(6):
+        torch.manual_seed(step)
+        with torch.no_grad():
+            for value in (net[0].weight, net[0].bias, net[1].weight, net.wave):
+                value.copy_(torch.randn_like(value))
+            for value in (net[1].running_mean, net[2].running_var):
+                value.copy_(torch.rand_like(value))
+            net.whole += 5
+            net.large += 1
+        average.update_parameters(net)
+        theirs.update_parameters(net)
+        now = [net[1].running_mean.clone(), net[2].running_var.clone()]
+        keep = step and kind == "ema"
+        statistics = [torch.lerp(a, b, 1 - 0.99) if keep else b for a, b in zip(statistics, now)]
+    for (name, value), wanted in zip(average.module.named_parameters(), theirs.module.parameters()):
+        assert name == "whole" or value.equal(wanted), name
+    assert kind == "swa" or average.module.whole.equal(net.whole), "is a copy"
+    assert average.module.mask.equal(net.mask) and average.module.large.equal(net.large)
+    for value, wanted in zip(
+        (average.module[1].running_mean, average.module[2].running_var), statistics
+    ):
+        assert value.equal(wanted)
+    assert average.n_averaged == 6 == theirs.n_averaged
+
+
+def test_step_of_ema_copies_nothing_from_the_host(monkeypatch):
+    """torch's class copies `n_averaged` to the device for each dtype, and the host waits for it."""
+    monkeypatch.setattr(common, "became_non_finite", lambda *_: False)  # it needs numbers
+    net = network().to("meta")  # a device that is not the CPU
+    average = average_of(make_args("single", "--average", "ema"), net)
+    average.after_step(net)
+    with Operations() as operations:
+        average.after_step(net)
+    assert "_foreach_lerp_" in operations.names and "_foreach_copy_" in operations.names
+    assert "_to_copy" not in operations.names and "copy_" not in operations.names
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    theirs.update_parameters(net)
+    with Operations() as operations:
+        theirs.update_parameters(net)
+    assert "_to_copy" in operations.names, "or the test would see nothing"
+
+
+# ------------------------------------------------------------------------------- steps and signals
+
+
+class Count:
+    """Stands where the guard has the number of steps skipped in a row; notes who reads it."""
+
+    def __init__(self):
+        self.value, self.read = 0, []
+
+    def __ge__(self, other):
+        self.read.append(self.step())
+        return self.value >= other
+
+
+def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, handlers):
+    run = make_run(tmp_path, "--log-every", 4, "--save-every", 7, length=390)  # 13 steps
+    count, saves = Count(), []
+    run.state.scaler.in_a_row, count.step = count, lambda: run.state.global_step
+    run.save = lambda *names: saves.append(run.state.global_step)
+    start_epoch(run)
+    for _ in range(13):
+        make_step(run, [1.0])
+    assert count.read == [4, 7, 8, 12, 13] and saves == [7]
+    count.value, run.state.step = 10, 0
+    agreed = run.stop.agreed
+    run.stop.agreed = lambda: count.read.append("agreed") or agreed()
+    with pytest.raises(machinery.processes.Stopped) as stopped:
+        make_step(run, [1.0])  # a save is due
+    assert stopped.value.code == 3 and "seen at step 14" in stopped.value.reason
+    assert count.read[5:] == ["agreed", 14], "a lost rank is found before the host waits"
+    assert saves == [7], "the state of a run that diverged is not saved"
+
+
+@pytest.mark.parametrize(
+    ("ended", "nnodes", "told"),
+    [
+        ([ABORTED, FAILED], 1, (1, "")),  # the second one has said why
+        ([FAILED, ABORTED, LOST], 1, (1, "")),
+        ([ABORTED, KILLED], 1, (1, "process 1 was killed by SIGKILL")),
+        ([ABORTED, 7], 1, (1, "process 1 left with exit code 7")),
+        ([ABORTED, 143], 1, (143, "")),
+        ([ABORTED, LOST], 1, (1, "process 0 was killed by SIGABRT")),  # no other reason
+        ([0, ABORTED], 1, (1, "process 1 was killed by SIGABRT")),
+        ([None, ABORTED], 1, (1, "process 1 was killed by SIGABRT")),
+        ([ABORTED, ABORTED], 2, (1, "a rank failed here, or a rank on another node was lost")),
+    ],
+)
+def test_rank_that_nccl_aborts_is_not_the_cause(ended, nnodes, told):
+    code, cause = machinery.launch.diagnose(ended, nnodes, [])
+    assert (code, cause.partition(";")[0]) == told
+
+
+# ----------------------------------------------------------------------------------------- device
+
+
+def test_deterministic_convolutions_do_not_use_tf32(monkeypatch):
+    monkeypatch.setattr(machinery.processes, "_ends_with_run", False)
+    seen = []
+
+    @machinery.processes.leaves_no_trace
+    def main(deterministic):
+        machinery.processes.set_up_device("cpu", deterministic)
+        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark))
+
+    for benchmark in (False, True):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+        for deterministic in (True, False):
+            main(deterministic)
+            assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark == benchmark
+    assert seen == [(False, False), (True, True)] * 2
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_accelerator_that_is_not_used_is_not_seeded(used, monkeypatch):
+    seeds = []
+    module = SimpleNamespace(is_initialized=lambda: used, manual_seed=seeds.append)
+    monkeypatch.setattr(sampling, "_accelerator", lambda: module)
+    sampling.seed_rng(0, 3, 1)
+    drawn = torch.rand(1)
+    sampling.seed_rng(0, 3, 1)
+    assert drawn.equal(torch.rand(1)) and len(seeds) == 2 * used and len({*seeds}) <= 1
+    del module.is_initialized  # as that of Apple's
+    sampling.seed_rng(0, 3, 1)
+    assert len(seeds) == 2 * used + 1
+
+
+def compressed():
+    """bf16 where torch has no CUDA, as in a wheel for CPUs."""
+    torch.version.cuda = torch.version.hip = None
+    torch.manual_seed(0)
+    net = nn.Linear(64, 1, bias=False)
+    model = nn.parallel.DistributedDataParallel(net)
+    common.compress_gradients(model, "bf16", None)
+    torch.manual_seed(dist.get_rank())
+    inputs = torch.rand(5, 64)
+    model(inputs).sum().backward()
+    mean = inputs.sum(0, keepdim=True)
+    dist.all_reduce(mean)
+    error = (net.weight.grad - mean / 2).abs().max() / mean.max()
+    assert 1e-6 < error < 1e-2, "as rough as bf16"
+
+
+def test_bf16_gradients_need_no_cuda():
+    in_group(2, compressed)
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 1), ("meta", 0)])
+def test_power_sgd_waits_for_gloo_alone(device, waits, monkeypatch):
+    """NCCL's collectives keep their order; to wait for them would stop the backward."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    hooks, waited = [], []
+    future = SimpleNamespace(wait=lambda: waited.append(1))
+    monkeypatch.setattr(powerSGD_hook, "powerSGD_hook", lambda state, bucket: future)
+    model = SimpleNamespace(register_comm_hook=lambda state, hook: hooks.append(hook))
+    common.compress_gradients(model, "powersgd", SimpleNamespace(in_a_row=0))
+    bucket = SimpleNamespace(index=lambda: 0, buffer=lambda: torch.zeros(3, device=device))
+    assert hooks[0](None, bucket) is future and len(waited) == waits
