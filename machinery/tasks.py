@@ -55,14 +55,15 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
     They are the highest modules that hold at most an eighth of the parameters, larger ones if they
-    have no parts. What holds less than 1/256 is left out, and what shares a weight with another.
+    have no parts. What holds less than 1/256 is left out, what shares a weight with another, and
+    what holds vectors alone: torch warns that a norm returns a view, which must not be changed.
     """
     total = sum(parameter.numel() for parameter in net.parameters())
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
 
     def visit(module: nn.Module) -> list[nn.Module]:
         size = sum(parameter.numel() for parameter in module.parameters())
-        if 256 * size < total:
+        if 256 * size < total or all(p.dim() < 2 for p in module.parameters()):
             return []
         container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # it has no forward
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))

@@ -59,7 +59,7 @@ SMALL_DISK, SMALL_FILE = (
 )  # holds all files of a run; smaller than a checkpoint, larger than a log
 
 ONE = [("single", 1), ("dp", 2)]
-SEVERAL = [("ddp", 2), ("ddp", 3), ("spawn", 2), ("spawn", 3)]
+SEVERAL = [("ddp", 2), ("ddp", 3), ("spawn", 2), ("spawn", 3), ("fsdp", 2), ("fsdp", 3)]
 EVERY = [*ONE, ("ddp", 1), *SEVERAL]
 CODES = {
     signal.SIGTERM: {143},

@@ -59,10 +59,11 @@ import sampling
 
 SIDE_BY_SIDE = 2
 MODES = [("single", 1), ("dp", 2), ("dp", 3)]
-MODES += [(mode, n) for mode in ("ddp", "spawn") for n in (1, 2, 3)]
-MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2]
+MODES += [(mode, n) for mode in ("ddp", "spawn", "fsdp") for n in (1, 2, 3)]
+MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2, 1, 3, 2]
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 0}
-RANKS = ("ddp", "spawn")
+RANKS = ("ddp", "spawn", "fsdp")
+DDP = ("ddp", "spawn")  # modes that compute the same bits
 ONE_DEVICE, OTHER_MODE, POWERSGD = 1e-9, 1e-8, 1e-8  # largest deviations that pass
 UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes .*"
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
@@ -224,7 +225,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--find-unused-parameters": sometimes(0.1),
     "--timeout": always("60"),
     "--local-rank": "old launchers give it, and nothing reads it",
-    "--shard-size": "tests/test_fsdp.py tries it",
+    "--shard-size": sometimes(0.3, "1", "2", "3"),
     "--replicas": MADE_BY_TRIAL,
     "--nproc": MADE_BY_TRIAL,
     "--nnodes": ONE_MACHINE,
@@ -331,7 +332,7 @@ def apply_theme(rng: random.Random, trial: Trial) -> None:
     ]
     theme = rng.choice(themes)
     if theme == "powersgd":  # which begins to compress at step 10
-        trial.mode, trial.n = rng.choice(RANKS), rng.randint(1, 3)
+        trial.mode, trial.n = rng.choice(DDP), rng.randint(1, 3)
         trial.options.update({"--grad-compress": ["powersgd"], "--dtype": ["float64"]})
         trial.options.update({"--batch-size": ["6"], "--epochs": ["3"]})
         trial.options.pop("--amp", None)
@@ -431,17 +432,26 @@ def constrain(trial: Trial) -> Trial:
         del given["--grad-compress"]
 
     # Modes
-    if trial.mode not in RANKS:
+    if trial.mode not in DDP:
         given.pop("--grad-compress", None)
     if trial.mode == "dp":
         given.pop("--sync-bn", None)
+    shards = [n for mode, n in (trial_mode(trial), trial.resume, trial.evaluate) if mode == "fsdp"]
+    if shards:
+        given.pop("--channels-last", None)
+        if trial.value("--amp") == "fp16":
+            given["--amp"] = ["bf16"]
+        if trial.part("unused") == "rarely":  # torch waits for the gradient that a rank lacks
+            task["unused"] = "never"
+    if not shards or any(n % int(trial.value("--shard-size", "1")) for n in shards):
+        given.pop("--shard-size", None)
     if not may_resume(trial):
         trial.resume = trial_mode(trial)
     if trial.value("--average") == "swa" or trial.rounded:  # statistics are estimated again
         trial.evaluate = trial.resume if "resume" in trial.checks else trial_mode(trial)
     if trial.evaluate[0] == "dp" and "--sync-bn" in given:
         trial.evaluate = ("single", 1)
-    if trial.part("unused") and any(mode in RANKS for mode, _ in [*modes, trial.resume]):
+    if trial.part("unused") and any(mode in DDP for mode, _ in [*modes, trial.resume]):
         given["--find-unused-parameters"] = []
     devices = max(n for _, n in [trial_mode(trial), trial.resume, trial.evaluate])
     least = devices * int(trial.value("--accum-steps", "1"))
@@ -480,7 +490,7 @@ def may_resume(trial: Trial) -> bool:
         return True
     if "--sync-bn" in trial.options and other == "dp":
         return False
-    if "--grad-compress" in trial.options and other not in RANKS:
+    if "--grad-compress" in trial.options and other not in DDP:
         return False
     if trial.rounded:
         return same_numbers(trial)
@@ -494,7 +504,7 @@ def may_resume(trial: Trial) -> bool:
 def same_numbers(trial: Trial) -> bool:
     """Whether the two modes compute the same bits."""
     (mode, n), (other, m) = trial_mode(trial), trial.resume
-    return n == m and (mode == other or (mode in RANKS and other in RANKS))
+    return n == m and (mode == other or (mode in DDP and other in DDP))
 
 
 # ----------------------------------------------------------------------------- inside of a run
@@ -722,7 +732,7 @@ class Runs:
         for part in ("cwd", "tmp"):
             (scratch / part).mkdir(parents=True)
         output = output or scratch / "run"
-        argv = [*argv, "--task", str(self.task), "--output-dir", str(output)]
+        argv = [*of_mode(mode, argv), "--task", str(self.task), "--output-dir", str(output)]
         if self.verbose:
             how = f" (slices as of {cut[0]} {cut[1]})" if cut else ""
             how += f" (interrupted: {interruption})" if interruption else ""
@@ -753,7 +763,8 @@ class Runs:
         trial = self.trial
         argv = trial.argv(grad_compress=None, sync_bn=None, find_unused_parameters=None)
         with alone, contextlib.redirect_stderr(io.StringIO()):
-            args = machinery.options.parse_args("single", [*argv, "--task", str(self.task)])
+            argv = of_mode("single", [*argv, "--task", str(self.task)])
+            args = machinery.options.parse_args("single", argv)
             train, _ = fuzzed.make_task(trial.task)[0](args)
             of_keys = keyed(train, args)
             length = len(train)
@@ -908,7 +919,7 @@ class Runs:
                 return
             changes["accum_steps"] = None
         elif trial.cut_matters and trial.n > 1:
-            cut = (trial.mode.replace("spawn", "ddp"), trial.n)
+            cut = ("ddp" if trial.mode in RANKS else trial.mode, trial.n)
         reference = self.run("one-device", *mode, trial.argv(**changes), cut=cut)
         self.expect_end(reference)
         self.expect_same(undisturbed.folder, reference.folder, tolerance, "mode", logs=False)
@@ -979,7 +990,7 @@ class Runs:
         chosen = paths[int(trial.choice * len(paths))]
         (mode, n), output = trial.evaluate, self.folder / "evaluated"
         removed: dict[str, None] = {"weights": None}
-        if mode not in RANKS:
+        if mode not in DDP:
             removed["grad_compress"] = None
         argv = [*trial.argv(**removed), "--eval-only", "--resume", str(chosen)]
         evaluated = self.run("evaluated", mode, n, argv, output=output)
@@ -994,6 +1005,14 @@ class Runs:
         expect(len(same) == 1, "eval", f"{chosen.name}: no line is logged as {lines[0]}")
         different = list(differences(lines[0], same[0], 0 if exact else OTHER_MODE, chosen.name))
         expect(not different, "eval", "; ".join(different[:3]))
+
+
+def of_mode(mode: str, argv: list[str]) -> list[str]:
+    """Leave out the options that another mode of the same trial has."""
+    foreign = {"--find-unused-parameters"} if mode == "fsdp" else {"--shard-size"}
+    starts = [i for i, text in enumerate(argv) if text.startswith("--")]
+    parts = [argv[i:j] for i, j in zip(starts, [*starts[1:], len(argv)])]
+    return [text for part in parts if part[0] not in foreign for text in part]
 
 
 def flat_image(sample: Any) -> torch.Tensor:
