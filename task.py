@@ -20,8 +20,8 @@ build_optimizer(args, net)               an optimizer of torch.optim, with group
 dataset_metrics(outputs) -> {name: float}  metrics that are no mean, such as AP or F1. `outputs` has
                                          the lists of per_sample_metrics, one value per sample of
                                          the whole evaluation set, in its order; on rank 0's CPU
-train_metrics(outputs, targets)          the metrics of the training log, if not those of
-                                         per_sample_metrics; {} for none, if they take long
+train_metrics(outputs, targets)          the metrics of the training log; without this function
+                                         the log has the loss alone, and no step computes more
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
 add_options(parser)                      calls parser.add_argument for options of this task
 """
@@ -390,3 +390,6 @@ def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
     hits = (guesses == targets.unsqueeze(1)).float()
     return {"top1": hits[:, 0], "top5": hits.sum(1)}
+
+
+train_metrics = per_sample_metrics  # in the training log too

@@ -165,10 +165,6 @@ def per_sample_metrics(outputs, targets):
     return {"pck": pck, "found": list(found), "joints": list(joints.cpu()), "known": known.tolist()}
 
 
-def train_metrics(outputs, targets):
-    return {}
-
-
 def dataset_metrics(outputs):
     """Return COCO's AP of object keypoint similarity, the mean over 0.5 to 0.95, and AP50."""
     true, guesses = [], []

@@ -76,6 +76,10 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
     return [module for module in visit(net) if module is not net]
 
 
+def no_metrics(outputs: Any, targets: Any) -> dict[str, Tensor]:
+    return {}
+
+
 class Task(NamedTuple):
     """The functions of a task; task.py says what each returns."""
 
@@ -85,7 +89,7 @@ class Task(NamedTuple):
     per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
     build_optimizer: Callable[..., torch.optim.Optimizer] = default_optimizer
     dataset_metrics: Callable[[dict[str, list]], dict[str, float]] | None = None
-    train_metrics: Callable[[Any, Any], dict[str, Tensor]] | None = None  # never None once loaded
+    train_metrics: Callable[[Any, Any], dict[str, Tensor]] = no_metrics
     shard_modules: Callable[[nn.Module], list[nn.Module]] = large_modules
 
 
@@ -111,10 +115,10 @@ def load_task(args: argparse.Namespace) -> Task:
     if missing := [name for name in needed if name not in found]:
         wanted = ", ".join(needed)
         raise UsageError(f"--task {path} must define {wanted}; missing: {', '.join(missing)}")
-    found.setdefault("train_metrics", found["per_sample_metrics"])
-    for name in ("per_sample_loss", "per_sample_metrics", "train_metrics"):
+    for name in {"per_sample_loss", "per_sample_metrics", "train_metrics"} & found.keys():
         found[name] = fill_in(path, found[name], args)
-    found["train_metrics"] = means_only(found["train_metrics"])
+    if "train_metrics" in found:
+        found["train_metrics"] = means_only(found["train_metrics"])
     return Task(**found)
 
 

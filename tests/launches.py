@@ -21,7 +21,7 @@ TASKS = ROOT / "tests" / "tasks"
 MEASURED = ("images_per_s", "data_wait")  # in a line of the log: differs from run to run
 # Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
 RANK, WHOLE = (
-    re.compile(r"train_ddp\.py|multiprocessing-fork"),
+    re.compile(r"train_(ddp|fsdp)\.py|multiprocessing-fork"),
     re.compile(r"train_(single|dp)\.py"),
 )
 

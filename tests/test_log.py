@@ -218,7 +218,7 @@ def dataset_metrics(outputs):
 def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_path, monkeypatch):
     """A metric of the label alone; the order of the samples says what it has to be."""
     monkeypatch.syspath_prepend(str(TASKS))
-    (tmp_path / "odd_metric.py").write_text(ODD_METRIC)
+    (tmp_path / "odd_metric.py").write_text(ODD_METRIC + "train_metrics = per_sample_metrics\n")
     argv = ("--task", tmp_path / "odd_metric.py", "--dtype", "float64", "--batch-size", "30")
     argv = (*argv, "--epochs", "2", "--log-every", "2", "--accum-steps", "2")
     result = train(mode, n, *argv, folder=tmp_path)
@@ -240,15 +240,20 @@ def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_pa
     assert shown == pytest.approx(expected, abs=0.51e-6)
 
 
-def test_task_may_log_other_metrics_of_the_training(tmp_path, monkeypatch):
+def test_training_log_has_the_loss_alone_unless_a_task_asks(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(TASKS))
-    text = ODD_METRIC + "def train_metrics(outputs, targets, *, batch_size):\n    return {}\n"
-    (tmp_path / "none.py").write_text(text)
+    (tmp_path / "none.py").write_text(ODD_METRIC)
     argv = ("--task", tmp_path / "none.py", "--batch-size", "30", "--epochs", "1")
     for mode, n in (("single", 1), ("dp", 2)):
         result = train(mode, n, *argv, folder=tmp_path / mode)
         assert result.code == 0, result.err
         assert "odd" not in result.train_lines()[0] and "odd" in result.eval_lines()[0]
+
+
+def test_shipped_task_logs_its_metrics_of_the_training(tmp_path):
+    result = train("single", 1, "--epochs", "1", folder=tmp_path)
+    assert result.code == 0, result.err
+    assert {"top1", "top5"} <= result.train_lines()[0].keys() & result.eval_lines()[0].keys()
 
 
 @pytest.mark.parametrize(

@@ -514,7 +514,8 @@ class Trial:
                 f"the last lines of stderr do not name the cause, {self.cause}",
             )
         if done and (
-            self.fault.codes == {0} or (self.fault.codes == FAILURE and self.mode == "ddp")
+            self.fault.codes == {0}
+            or (self.fault.codes == FAILURE and self.mode in ("ddp", "fsdp"))
         ):
             return (
                 not hit

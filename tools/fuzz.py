@@ -704,6 +704,7 @@ class Runs:
             "parts = make_task(SPEC)",
             "build_datasets, build_model, per_sample_loss, per_sample_metrics, _ = parts",
             "dataset_metrics = parts[-1] if SPEC.get('whole') else None",
+            "train_metrics = None if SPEC.get('frozen') else per_sample_metrics",
         ]
         self.task.write_text("\n".join(lines) + "\n")
         if "--weights" in trial.options:
