@@ -115,10 +115,10 @@ def load_task(args: argparse.Namespace) -> Task:
     if missing := [name for name in needed if name not in found]:
         wanted = ", ".join(needed)
         raise UsageError(f"--task {path} must define {wanted}; missing: {', '.join(missing)}")
-    for name in {"per_sample_loss", "per_sample_metrics", "train_metrics"} & found.keys():
+    found.setdefault("train_metrics", no_metrics)
+    for name in ("per_sample_loss", "per_sample_metrics", "train_metrics"):
         found[name] = fill_in(path, found[name], args)
-    if "train_metrics" in found:
-        found["train_metrics"] = means_only(found["train_metrics"])
+    found["train_metrics"] = means_only(found["train_metrics"])
     return Task(**found)
 
 

@@ -230,8 +230,8 @@ mutant("task: its folder goes first", "machinery/tasks",
        "sys.path.insert(0, folder)",
        "test_neighbours_of_a_task_replace_nothing")
 mutant("options: metrics without their options", "machinery/tasks",
-       'for name in {"per_sample_loss", "per_sample_metrics", "train_metrics"} & found.keys():',
-       'for name in {"per_sample_loss", "train_metrics"} & found.keys():',
+       'for name in ("per_sample_loss", "per_sample_metrics", "train_metrics"):',
+       'for name in ("per_sample_loss", "train_metrics"):',
        "test_options_of_a_loss_and_of_a_metric_are_filled_in")
 
 # ------------------------------------------------------------------------------------------------------------------- machinery/stand_ins.py
@@ -317,7 +317,7 @@ mutant("options: SWA of nothing", "machinery/options", 'none = args.average == "
 mutant("tasks: training metrics with gradients", "machinery/tasks", "    @torch.no_grad()\n    def without_lists", "    def without_lists",
        "test_training_metrics_are_of_the_samples_since_the_last_line")
 mutant("tasks: lists in the training log", "machinery/tasks", "if not isinstance(value, list)}", "}", "test_training_metrics_are_of_the_samples_since_the_last_line")
-mutant("tasks: training metrics are computed unasked", "machinery/tasks", 'if "train_metrics" in found:', 'found.setdefault("train_metrics", found["per_sample_metrics"])\n    if "train_metrics" in found:',
+mutant("tasks: training metrics are computed unasked", "machinery/tasks", 'found.setdefault("train_metrics", no_metrics)', 'found.setdefault("train_metrics", found["per_sample_metrics"])',
        "test_training_log_has_the_loss_alone_unless_a_task_asks")
 mutant("task: no metrics in the training log", "task", "train_metrics = per_sample_metrics", "", "test_shipped_task_logs_its_metrics_of_the_training")
 mutant("check: a metric named like the rate", "machinery/check", '"global_step", "lr", ', '"global_step", ', "test_names_that_the_log_uses_itself_are_no_metrics")
