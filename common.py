@@ -738,7 +738,12 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             os.fsync(file.fileno())  # the data must be on the disk before the name points to it
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        reason = str(error).splitlines()[0]
+        first: BaseException = (
+            error  # torch goes on after a refused write, and reports what follows
+        )
+        while first.__context__:
+            first = first.__context__
+        reason = str(first if isinstance(first, OSError) else error).splitlines()[0]
         problem = f"{path} could not be written (is the disk full?); the last good file stays"
         raise OSError(f"{problem}: {reason}") from error
     finally:

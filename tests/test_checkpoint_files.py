@@ -141,9 +141,10 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
 
 def save_beyond_the_limit(folder):
     common.save_checkpoint({"format": 1, "x": torch.zeros(10)}, Path(folder) / "last.pt")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    common.save_checkpoint({"format": 1, "x": torch.rand(100_000)}, Path(folder) / "last.pt")
+    many = {str(i): torch.rand(300) for i in range(20)}
+    common.save_checkpoint({"x": torch.rand(5_000), **many}, Path(folder) / "last.pt")
 
 
 def test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other(tmp_path):
@@ -159,6 +160,7 @@ def test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other(tmp_
     assert err.splitlines()[-1].startswith(
         f"OSError: {tmp_path / 'run' / 'last.pt'} could not be written (is the disk full?)"
     )
+    assert err.splitlines()[-1].endswith("File too large"), "what the system said first"
 
 
 def test_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
