@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -505,3 +506,62 @@ def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
         assert f"stopped by {number.name} with nothing to save" in node.errors().splitlines()[-1]
     of_torch = "_remote_module_non_scriptable.py"  # torch 2.8 writes it when it is imported
     assert not [path for path in scratch.rglob("*") if path.is_file() and path.name != of_torch]
+
+
+# -------------------------------------------------------------------------------------- Kubernetes
+
+PODS, PER_POD = 2, 2
+
+
+def variables(pod, port, job):
+    """What Kubeflow sets in a pod, as docs/multinode.md says."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pet = {"PET_NNODES": str(PODS), "PET_NPROC_PER_NODE": str(PER_POD), "PET_NODE_RANK": str(pod)}
+    pet |= {f"PET_{name}": value for name, value in place.items()}
+    world = {"RANK": str(pod), "WORLD_SIZE": str(PODS * PER_POD)}
+    return {
+        "PyTorchJob": {**place, **world, **pet},
+        "PyTorchJob, auto": {**place, **world, **pet, "WORLD_SIZE": str(PODS)},
+        "TrainJob": pet,
+        "before 1.7": {**place, "RANK": str(pod), "WORLD_SIZE": str(PODS)},
+    }[job]
+
+
+def commands_of_the_page():
+    """The two command lines of the section on Kubernetes."""
+    page = (ROOT / "docs" / "multinode.md").read_text()
+    section = page.split("\n## Kubernetes\n")[1].split("\n## ")[0]
+    return re.findall(r"```bash\n(torchrun .*)\n```", section)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["PyTorchJob", "PyTorchJob, auto", "TrainJob", "before 1.7"])
+def test_pods_of_kubeflow_are_one_device(job, tmp_path):
+    """The page's own command, as a shell starts it in each of two pods, here on one machine."""
+    plain, older = commands_of_the_page()
+    text = older.replace("--nproc-per-node N", f"--nproc-per-node {PER_POD}")
+    text = text if job == "before 1.7" else plain
+    text = text.replace("/shared/run --resume auto", str(tmp_path / "run"))
+    assert "train_ddp.py" in text and ("$RANK" in text) == (job == "before 1.7")
+    port, pods = free_port(), []
+    with contextlib.ExitStack() as stack:
+        for pod in range(PODS):
+            folder = tmp_path / f"pod{pod}"
+            folder.mkdir()
+            command = ["timeout", "100", "bash", "-c", f'exec {text} "$@"', "pod", *BASE]
+            more = ["--output-dir", str(tmp_path / "run")]
+            environment = variables(pod, port, job)
+            pods.append(stack.enter_context(Launch(command, folder, *more, **environment)))
+        out = pods[0].process.stdout.read()
+        codes = [pod.end() for pod in pods]
+        assert codes == [0, 0], "".join(pod.errors() for pod in pods)
+    assert "train_ddp.py on 4 x cpu" in out
+    assert_is_that_of_one_device(tmp_path)
+
+
+def test_pod_without_torchrun_is_refused(monkeypatch):
+    """The RANK of a PyTorchJob is that of the pod: to train with it would be wrong in silence."""
+    for name, value in variables(1, 29500, "PyTorchJob").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(common.UsageError, match=r"no launcher \('LOCAL_RANK' is not set\)"):
+        machinery.rendezvous.ranks_from_env()
