@@ -27,7 +27,7 @@ from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, leave_signa
 
 # Names in a line of metrics.jsonl that are no metric.
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
-RESERVED |= {"grad_norm", "skipped", "data_wait"}
+RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
 
 
 def check_run(args: argparse.Namespace) -> None:

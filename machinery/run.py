@@ -196,6 +196,7 @@ class Run:
         if not self.args.eval_only:  # which has nothing to save
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
             self.stop = StopSignal()
+        self._start_line()
 
     def _open(self, built: dict[str, Any]) -> dict[str, Any] | None:
         self.files = RunFiles(self.args, self.sampler.length, built)
@@ -307,13 +308,25 @@ class Run:
         text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
         self._log(line, f"step {state.step}/{self.steps_per_epoch}  {text}")
 
+    def _start_line(self) -> None:
+        # The seconds for the next evaluation line; where the clock stood when some were added.
+        self.spent, self.mark = {"train_s": 0.0, "eval_s": 0.0, "save_s": 0.0}, time.perf_counter()
+
+    def _spend(self, name: str) -> None:
+        now = time.perf_counter()
+        self.spent[name] += now - self.mark
+        self.mark = now
+
     def log_eval(self, metrics: dict[str, float]) -> None:
         """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
+        self._spend("eval_s")
         values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
         epoch = self.state.epoch
         if self.args.eval_only and self.state.step == 0 < epoch:
             epoch -= 1  # the checkpoint counts the epoch as done
         line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
+        line |= self.spent
+        self._start_line()
         self._log(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
 
     def _log(self, line: dict[str, Any], text: str) -> None:
@@ -331,6 +344,7 @@ class Run:
         An SWA average gets BatchNorm statistics of its own, from the epoch's batches, cut as in
         training. Without --sync-bn rank 0's slices count, as they do in training.
         """
+        self._spend("train_s")
         state = self.state
         if not state.average.n_averaged:
             return state.net
@@ -376,6 +390,7 @@ class Run:
 
         Call it on every rank: all take part in collecting what rank 0 writes.
         """
+        self._spend("train_s")
         sums = self.meter.sums_of_ranks()
         checkpoint = self.state.checkpoint()
         if self.files:
@@ -384,6 +399,7 @@ class Run:
             checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
             checkpoint["classes"] = self.classes
             self.refused = self.files.write_checkpoint(checkpoint, names)
+        self._spend("save_s")
         if self.stopping:
             step = self.state.global_step
             if broadcast_object(self.refused):

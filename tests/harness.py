@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launches import ROOT, TASKS, without_gloo  # noqa: F401 (the tests take the first two from here)
+from launches import MEASURED, ROOT, TASKS, without_gloo  # noqa: F401 (the tests take the first two from here)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
@@ -75,7 +75,9 @@ class Result:
         return [line for line in self.lines if line["event"] == "train"]
 
     def eval_lines(self) -> list[dict]:
-        return [line for line in self.lines if line["event"] == "eval"]
+        """The evaluation lines, without the times."""
+        lines = [line for line in self.lines if line["event"] == "eval"]
+        return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
     def checkpoint(self, name: str = "last.pt") -> dict:
         return torch.load(self.folder / name, weights_only=True)

@@ -18,7 +18,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tests" / "tasks"
-MEASURED = ("images_per_s", "data_wait")  # in a line of the log: differs from run to run
+# In a line of the log: differs from run to run
+MEASURED = ("images_per_s", "data_wait", "train_s", "eval_s", "save_s")
 # Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
 RANK, WHOLE = (
     re.compile(r"train_(ddp|fsdp)\.py|multiprocessing-fork"),

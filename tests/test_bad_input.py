@@ -511,11 +511,11 @@ CASES = [
             ("loss-target", "per_sample_loss, line 5: RuntimeError: "),
             (
                 "metrics-empty",
-                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, event, global_step, grad_norm, images_per_s, loss, lr, skipped, step; got {}",
+                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, eval_s, event, global_step, grad_norm, images_per_s, loss, lr, save_s, skipped, step, train_s; got {}",
             ),
             (
                 "metrics-none",
-                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, event, global_step, grad_norm, images_per_s, loss, lr, skipped, step; got None",
+                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, eval_s, event, global_step, grad_norm, images_per_s, loss, lr, save_s, skipped, step, train_s; got None",
             ),
             (
                 "metrics-mean",

@@ -137,7 +137,7 @@ def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
         assert stopped.value.reason == f"stopped by {number.name} after saving step 6"
     saved = load(run.files.directory / "last.pt")
     assert (saved["epoch"], saved["step"]) == (1, 0) and (run.files.directory / "best.pt").exists()
-    assert (run.files.directory / "metrics.jsonl").read_text().count("eval") == 1
+    assert (run.files.directory / "metrics.jsonl").read_text().count('"eval"') == 1
 
 
 def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
@@ -274,7 +274,7 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
     wanted = f"epoch {shown}/3  eval  loss 1.500000  top1 0.250000  (57 samples)\n"
     assert capsys.readouterr().out == wanted
     (line,) = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
-    assert line == {
+    assert without_speed([line])[0] == {
         "event": "eval",
         "epoch": shown - 1,
         "global_step": 6 * epoch + step,

@@ -326,7 +326,7 @@ def test_evaluation_is_printed_and_logged(tmp_path, capsys):
     run.log_eval({"loss": 1.23456789, "top1": 0.5, "top5": 0.98765432, "count": 57})
     *_, text = capsys.readouterr().out.splitlines()
     assert text == "epoch 3/4  eval  loss 1.234568  top1 0.500000  top5 0.987654  (57 samples)"
-    assert log_of(tmp_path) == [
+    assert without_speed(log_of(tmp_path)) == [
         {
             "event": "eval",
             "epoch": 2,
@@ -337,6 +337,37 @@ def test_evaluation_is_printed_and_logged(tmp_path, capsys):
             "count": 57,
         }
     ]
+
+
+def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock, tmp_path):
+    run = make_run(tmp_path, "--save-every", 4)
+    write = run.files.write_checkpoint
+    loading = Batches([])
+
+    def slow_write(*arguments):
+        clock.seconds += 0.25
+        return write(*arguments)
+
+    run.files.write_checkpoint = slow_write
+    for _ in range(2):
+        clock.seconds += 1.0  # the loader starts
+        start_epoch(run)
+        for _ in range(6):  # the fourth or the second saves
+            clock.seconds += 2.0
+            make_step(run, [1.0])
+        clock.seconds += 0.5
+        run.save("last.pt")
+        run.eval_model(loading)
+        clock.seconds += 8.0
+        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    clock.seconds += 16.0
+    run.eval_model(loading)
+    clock.seconds += 4.0
+    run.log_eval({"loss": 1.0, "top1": 0.5, "count": 57})
+    lines = [line for line in log_of(tmp_path) if line["event"] == "eval"]
+    times = [[line[name] for name in ("train_s", "eval_s", "save_s")] for line in lines]
+    # The save of end_epoch comes after its line, and counts for the next one.
+    assert times == [[13.5, 8.0, 0.5], [13.5, 8.0, 0.75], [16.0, 4.0, 0.25]]
 
 
 class Bar:
@@ -414,7 +445,7 @@ def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
         for name, value in line.items()
         if name not in positions
     ]
-    assert sorted(run.files.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 2
+    assert sorted(run.files.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 5
 
 
 def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):

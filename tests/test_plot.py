@@ -106,6 +106,7 @@ def test_axes_panels_and_lines(tmp_path):
     line |= {"loss": 2.0, "lr": 0.1, "grad_norm": 3.0, "images_per_s": 100.0, "skipped": 0}
     lines = [{**line, "global_step": step} for step in (1, 2, 3)]
     evaluation = {"event": "eval", "epoch": 0, "loss": 1.0, "count": 7}
+    evaluation |= {"train_s": 5.0, "eval_s": 1.0, "save_s": 0.1}
     lines += [{**evaluation, "global_step": step} for step in (2, 3)]
     figure = plot.draw({"a": lines, "b": lines, "c": lines})
     panels = {axis.get_title(): axis for axis in figure.axes}

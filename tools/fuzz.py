@@ -996,9 +996,10 @@ class Runs:
         argv = [*trial.argv(**removed), "--eval-only", "--resume", str(chosen)]
         evaluated = self.run("evaluated", mode, n, argv, output=output)
         self.expect_end(evaluated)
-        lines = read_log(output)
+        lines = without_speed(read_log(output))
         expect(len(lines) == 1, "eval", f"{len(lines)} lines of --eval-only {chosen.name}")
-        logged = [line for line in read_log(result.folder) if line["event"] == "eval"]
+        logged = without_speed(read_log(result.folder))
+        logged = [line for line in logged if line["event"] == "eval"]
         position = load(chosen)
         if position["step"] not in (0, trial.steps):
             return  # saved within an epoch: the run has not evaluated it

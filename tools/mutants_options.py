@@ -321,7 +321,7 @@ mutant("tasks: training metrics are computed unasked", "machinery/tasks", 'found
        "test_training_log_has_the_loss_alone_unless_a_task_asks")
 mutant("task: no metrics in the training log", "task", "train_metrics = per_sample_metrics", "", "test_shipped_task_logs_its_metrics_of_the_training")
 mutant("check: a metric named like the rate", "machinery/check", '"global_step", "lr", ', '"global_step", ', "test_names_that_the_log_uses_itself_are_no_metrics")
-mutant("check: a metric named like the waiting", "machinery/check", '"skipped", "data_wait"}', '"skipped"}', "test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a metric named like the waiting", "machinery/check", '"skipped", "data_wait", ', '"skipped", ', "test_names_that_the_log_uses_itself_are_no_metrics")
 WARNED = "test_cpu_is_said_where_an_accelerator_has_a_driver"
 mutant("device: a CPU in place of the accelerator is not said", "machinery/processes", "        warn_of_cpu(name)\n", "", WARNED)
 mutant("device: a chosen CPU is warned of", "machinery/processes", 'if name == "auto" and driver', "if driver", WARNED)

@@ -369,3 +369,12 @@ mutant("divergence: every step waits for the device", "machinery/run", "if logs 
        "test_steps_between_log_lines_do_not_wait_for_the_device")
 mutant("divergence: saved before it is seen", "machinery/run", "if logs or saves:", "if logs:",
        "test_steps_between_log_lines_do_not_wait_for_the_device")
+
+SECONDS = "test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving"
+mutant("seconds: saving is training", "machinery/run", '        self._spend("save_s")\n', "", SECONDS)
+mutant("seconds: saving is training before it too", "machinery/run", '        self._spend("train_s")\n        sums', "        sums", SECONDS)
+mutant("seconds: evaluation is training", "machinery/run", '        self._spend("eval_s")\n', '        self._spend("train_s")\n', SECONDS)
+mutant("seconds: training is evaluation", "machinery/run", '        self._spend("train_s")\n        state = self.state', "        state = self.state", SECONDS)
+mutant("seconds: of the whole run", "machinery/run", "        line |= self.spent\n        self._start_line()\n", "        line |= self.spent\n", SECONDS)
+mutant("seconds: counted twice", "machinery/run", "        self.mark = now\n", "", SECONDS)
+mutant("seconds: not in the log", "machinery/run", "        line |= self.spent\n", "", SECONDS)

@@ -64,8 +64,8 @@ mutant("plot: negative losses on a logarithmic axis", "tools/plot", "if name in 
 mutant("plot: only the last run counts", "tools/plot", "positive = positive and all(", "positive = all(",
        "test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive")
 mutant("plot: counts are drawn", "tools/plot",
-       'COUNTS = {"event", "epoch", "step", "global_step", "count"}',
-       'COUNTS = {"event", "epoch", "step", "global_step"}',
+       '"global_step", "count", "train_s"',
+       '"global_step", "train_s"',
        "test_axes_panels_and_lines")
 mutant("plot: four columns", "tools/plot",
        "columns = min(3, len(panels))",

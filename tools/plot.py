@@ -21,6 +21,9 @@ COUNTS = {
     "step",
     "global_step",
     "count",
+    "train_s",
+    "eval_s",
+    "save_s",
 }  # where a line belongs, not what was measured
 LOGARITHMIC = {"loss", "grad_norm"}  # where all values are positive
 
