@@ -1,0 +1,80 @@
+"""Train on N devices, with torch and numpy alone. The same command resumes from the file.
+
+torchrun --standalone --nproc-per-node 2 examples/minimal_ddp.py 10 minimal.pt  # epochs, file"""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+DATA = np.load(Path(__file__).resolve().parent.parent / "data" / "digits.npz")
+BATCH = 64  # samples per step, over all ranks
+
+
+def train_one_epoch(model, images, labels, epoch, optimizer, scheduler):
+    model.train()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
+    for batch in order.split(BATCH)[: len(order) // BATCH]:  # whole ones, the same on all ranks
+        rows = batch.tensor_split(dist.get_world_size())[dist.get_rank()]  # this rank's slice
+        torch.manual_seed(scheduler.last_epoch * dist.get_world_size() + dist.get_rank())  # dropout
+        losses = nn.functional.cross_entropy(model(images[rows]), labels[rows], reduction="none")
+        # The ranks' gradients are averaged; this factor makes it the mean of the global batch.
+        (losses.sum() * (dist.get_world_size() / BATCH)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+@torch.no_grad()
+def evaluate(net, images, labels):
+    net.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=images.device)
+    for rows in torch.arange(len(labels)).split(BATCH)[dist.get_rank() :: dist.get_world_size()]:
+        outputs = net(images[rows])
+        sums[0] += nn.functional.cross_entropy(outputs, labels[rows], reduction="sum")
+        sums[1] += (outputs.argmax(1) == labels[rows]).sum()
+    dist.all_reduce(sums)  # the ranks had different batches
+    return (sums / len(labels)).tolist()
+
+
+def main(epochs, file):
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # one device per rank
+        device = torch.accelerator.current_accelerator()
+    images = torch.from_numpy(DATA["images"]).to(device) / 16  # [1797, 8, 8], from 0 to 1
+    labels = torch.from_numpy(DATA["labels"]).long().to(device)
+    dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo or NCCL
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (1437 // BATCH))
+    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
+    saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
+    for name in saved:  # on every rank
+        parts[name].load_state_dict(saved[name])
+    model = nn.parallel.DistributedDataParallel(net)
+    model.eval()(images[:1]).sum().backward()  # DDP sorts its buckets now, not in a resumed run
+    model.zero_grad()
+    for epoch in range(scheduler.last_epoch // (1437 // BATCH), epochs):
+        train_one_epoch(model, images[:1437], labels[:1437], epoch, optimizer, scheduler)
+        for buffer in net.buffers():
+            dist.broadcast(buffer, src=0)  # rank 0's BatchNorm statistics, for all
+        loss, accuracy = evaluate(net, images[1437:], labels[1437:])
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch + 1}: loss {loss:.12f}  accuracy {accuracy:.6f}", flush=True)
+            with open(f"{file}.part", "wb") as whole:
+                torch.save({name: part.state_dict() for name, part in parts.items()}, whole)
+                os.fsync(whole.fileno())
+            os.replace(f"{file}.part", file)  # at once: after a crash the old file is still whole
+    dist.barrier()
+    del model
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
