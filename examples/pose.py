@@ -1,9 +1,10 @@
-"""Human pose on COCO's keypoint files: a stacked hourglass, heat maps at two scales, OKS-AP.
+"""Pose of several people on COCO's keypoint files: stacked hourglass, joints grouped, OKS-AP.
 
-    bash run.sh ddp 4 --task examples/pose.py --data-dir coco --image-size 256 --best AP
+    bash run.sh ddp 4 --task examples/pose.py --data-dir coco --image-size 512 --best AP
 
---data-dir holds train2017/, val2017/ and annotations/person_keypoints_{train,val}2017.json. A
-sample is one person, cut out by the box of the annotation. pycocotools reads files and computes AP.
+--data-dir holds train2017/, val2017/ and annotations/person_keypoints_{train,val}2017.json, which
+pycocotools reads. The network finds the joints of all people in a picture, and at each joint the
+way to the centre of that person (arXiv:1904.07850): joints that point to one centre are one person.
 """
 
 import contextlib
@@ -19,8 +20,9 @@ from torchvision.transforms import v2
 
 from task import conv_bn, read_images
 
-JOINTS = 17
-SWAPPED = [0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15]  # left and right, mirrored
+JOINTS, MOST = 17, 30  # of a person; people of a picture, the largest ones
+MARKS, MAPS = JOINTS + 1, 3 * JOINTS + 1  # joints and centre; with the ways from joints to centres
+SWAPPED = [0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15, 17]  # in a mirror
 
 
 def add_options(parser):
@@ -28,97 +30,100 @@ def add_options(parser):
     parser.add_argument("--width", type=int, default=128, help="channels of an hourglass")
 
 
-class People(torch.utils.data.Dataset):
-    """Pictures of people uint8 [3, side, side]; targets: where the joints are, in the cut and whole.
+class Pictures(torch.utils.data.Dataset):
+    """Pictures uint8 [3, side, side]; targets: maps, and what the file says of people.
 
-    `place` is the left top corner and the side of the cut, in pixels of the whole picture.
+    `people` [MOST, 60]: joints and centre, each x, y, known; box; area; 1 a person, 2 a crowd.
     """
 
     def __init__(self, folder, part, side, training):
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO(folder / "annotations" / f"person_keypoints_{part}.json")
         self.samples, self.side, self.training = [], side, training
-        for number in sorted(coco.anns):
-            entry = coco.anns[number]
-            if entry.get("iscrowd") or not entry["num_keypoints"]:
-                continue
-            left, top, width, height = entry["bbox"]
-            size = 1.25 * max(width, height, 1)  # a square, with some room around the person
-            place = [left + (width - size) / 2, top + (height - size) / 2, size]
-            path = folder / part / coco.imgs[entry["image_id"]]["file_name"]
-            joints = torch.tensor(entry["keypoints"]).view(JOINTS, 3).float()
-            known = {"image": entry["image_id"], "area": entry["area"], "place": place}
-            known = {name: torch.tensor(value).double() for name, value in known.items()}
-            self.samples.append((str(path).encode(), joints, known))
+        for number in sorted(coco.imgs):
+            image, people = coco.imgs[number], torch.zeros(MOST, 60).double()
+            found = sorted(coco.imgToAnns[number], key=lambda a: -a["area"])[:MOST]
+            for i, a in enumerate(found):
+                (x, y, w, h), known = a["bbox"], a["num_keypoints"]
+                row = [*a["keypoints"], x + w / 2, y + h / 2, known, x, y, w, h, a["area"]]
+                people[i] = torch.tensor([*row, 1 + a["iscrowd"]]).double()
+            if not training or people[:, 53].any():
+                path = str(folder / part / image["file_name"]).encode()
+                size = torch.tensor([image["width"], image["height"]])
+                self.samples.append((path, people, size))
 
     def __len__(self):
         return len(self.samples)
 
     def __getitem__(self, index):
-        path, joints, known = self.samples[index]
-        left, top, size = known["place"].tolist()
-        (image,) = read_images([path])
-        box = round(top), round(left), round(size), round(size)
-        image = v2.functional.resized_crop(image, *box, [self.side, self.side])
-        points = (joints[:, :2] - known["place"][:2].float()) / size  # shares of the cut
-        visible = (joints[:, 2] > 0) & (points > 0).all(1) & (points < 1).all(1)
+        path, people, size = self.samples[index]
+        share = 0.7 + 0.3 * torch.rand(()) if self.training else 1.0
+        extent = (size * share).ceil()  # a part of the picture, in evaluation the whole
+        corner = ((size - extent) * torch.rand(2)).floor()
+        box = [int(value) for value in (*corner.flip(0), *extent.flip(0))]
+        image = v2.functional.resized_crop(read_images([path])[0], *box, [self.side, self.side])
+        marks = people[: max(1, int((people[:, 59] > 0).sum())), :54].view(-1, MARKS, 3)
+        points = (marks[..., :2] - corner) / extent  # shares of the part
+        seen = (marks[..., 2] > 0) & ((points > 0) & (points < 1)).all(2)
         if self.training and torch.rand(()) < 0.5:
-            image, points = image.flip(-1), points * torch.tensor([-1, 1]) + torch.tensor([1, 0])
-            points, visible = points[SWAPPED], visible[SWAPPED]
-        maps = [heat_maps(points, visible, self.side // stride) for stride in (4, 8)]
-        return image, {"maps": maps, "visible": visible, "joints": joints, **known}
+            image, points[..., 0] = image.flip(-1), 1 - points[..., 0]
+            points, seen = points[:, SWAPPED], seen[:, SWAPPED]
+        maps = [maps_of(points.float(), seen, self.side // stride) for stride in (4, 8)]
+        return image, {"maps": maps, "people": people, "size": size}
 
 
-def heat_maps(points, visible, grid):
-    """Return [17, grid, grid]: a bell of one cell's width around each visible joint."""
-    cells = torch.arange(grid) + 0.5
-    squares = [(cells - points[:, i, None] * grid).square() for i in (0, 1)]
-    return (-(squares[1][:, :, None] + squares[0][:, None]) / 2).exp() * visible[:, None, None]
+def maps_of(points, seen, grid):
+    """Return [MAPS, grid, grid]: a bell around each joint and centre; the ways to the centres."""
+    cells = (torch.arange(grid) + 0.5) / grid
+    x, y = (-(((cells - points[..., i, None]) * grid) ** 2 / 2) for i in (0, 1))
+    bells = (y[..., None] + x[..., None, :]).exp() * seen[..., None, None]  # [people, MARKS, ...]
+    heat, owner = bells.max(0)
+    x, y = (points[:, JOINTS, i][owner[:JOINTS]] for i in (0, 1))
+    ways = torch.stack([x - cells, y - cells[:, None]], 1) * 8  # eighths of the picture
+    return torch.cat([heat, ways.flatten(0, 1)])
 
 
 def build_datasets(args):
-    folder, side = Path(args.data_dir), args.image_size or 256
-    return People(folder, "train2017", side, True), People(folder, "val2017", side, False)
+    folder, side = Path(args.data_dir), args.image_size or 512
+    return Pictures(folder, "train2017", side, True), Pictures(folder, "val2017", side, False)
 
 
 class Hourglass(nn.Module):
-    """Features [n, width, g, g] down to a fourth, and up again: features of g and of g / 2."""
+    """Features of g down to a fourth, and up again: features of g, maps of g and of g / 2."""
 
     def __init__(self, width):
         super().__init__()
         self.skip, self.half_skip = conv_bn(width, width), conv_bn(width, width)
         self.down = conv_bn(width, width, nn.MaxPool2d(2))
         self.bottom = nn.Sequential(conv_bn(width, width, nn.MaxPool2d(2)), conv_bn(width, width))
+        self.fine, self.coarse = nn.Conv2d(width, MAPS, 1), nn.Conv2d(width, MAPS, 1)
+        for head in (self.fine, self.coarse):
+            nn.init.normal_(head.weight, std=0.001)  # small gradients at the start, for fp16
 
     def forward(self, features):
         half = self.down(features)
         half = self.half_skip(half) + F.interpolate(self.bottom(half), scale_factor=2)
-        return self.skip(features) + F.interpolate(half, scale_factor=2), half
+        whole = self.skip(features) + F.interpolate(half, scale_factor=2)
+        return whole, (self.fine(whole), self.coarse(half))
 
 
 class Stack(nn.Module):
-    """Images [n, 3, side, side] -> for each hourglass [n, 17, side / 4, ...] and [n, 17, side / 8, ...]
-
-    Each hourglass gets the heat maps of the one before, and has a loss of its own.
-    """
+    """Images -> maps of side / 4 and side / 8 of each hourglass. Source: arXiv:1603.06937."""
 
     def __init__(self, stacks, width):
         super().__init__()
         pool = nn.MaxPool2d(2)
         self.stem = nn.Sequential(conv_bn(3, width, pool), conv_bn(width, width, pool))
         self.glasses = nn.ModuleList(Hourglass(width) for _ in range(stacks))
-        self.fine = nn.ModuleList(nn.Conv2d(width, JOINTS, 1) for _ in range(stacks))
-        self.coarse = nn.ModuleList(nn.Conv2d(width, JOINTS, 1) for _ in range(stacks))
-        self.back = nn.ModuleList(nn.Conv2d(JOINTS, width, 1) for _ in range(stacks - 1))
+        self.back = nn.ModuleList(nn.Conv2d(MAPS, width, 1) for _ in range(stacks - 1))
 
     def forward(self, images):
-        features = self.stem(images.to(self.fine[0].weight.dtype) / 255 - 0.5)
-        outputs = []
-        for i, glass in enumerate(self.glasses):
-            whole, half = glass(features)
-            outputs.append((self.fine[i](whole), self.coarse[i](half)))
-            if i < len(self.back):
-                features = features + whole + self.back[i](outputs[-1][0])
+        features = self.stem(images.to(self.glasses[0].fine.weight.dtype) / 255 - 0.5)
+        whole, *outputs = self.glasses[0](features)
+        for glass, back in zip(self.glasses[1:], self.back):
+            features = features + whole + back(outputs[-1][0])
+            whole, maps = glass(features)
+            outputs.append(maps)
         return outputs
 
 
@@ -127,59 +132,65 @@ def build_model(args):
 
 
 def per_sample_loss(outputs, targets):
-    """Squared error of the visible joints' maps, at both scales, summed over the hourglasses."""
-    losses, visible = 0, targets["visible"]
+    """Return the mean over hourglasses and scales; each has a loss of its own."""
+    losses = 0
     for pair in outputs:
         for maps, wanted in zip(pair, targets["maps"]):
-            errors = (maps - wanted.to(maps.dtype)).square().flatten(2).sum(2)
-            losses = losses + (errors * visible).sum(1)
-    return losses / visible.sum(1).clamp(min=1)
+            errors = maps - wanted  # at least in float32
+            heat = wanted[:, :MARKS].to(errors)
+            missed = errors[:, :MARKS].square().sum((1, 2, 3))
+            losses = losses + missed / heat.square().sum((1, 2, 3)).clamp(min=1)
+            weight = F.threshold(heat[:, :JOINTS], 0.3, 0)  # near the joints
+            astray = errors[:, MARKS:].unflatten(1, (JOINTS, 2)).abs().sum(2)
+            losses = losses + (astray * weight).sum((1, 2, 3)) / weight.sum((1, 2, 3)).clamp(min=1)
+    return losses / (2 * len(outputs))
 
 
-def joints_of(maps):
-    """Return (points [n, 17, 2] as shares of the cut, scores [n, 17]): the highest cell of each map.
-
-    A quarter of a cell towards the higher neighbour is added, as usual since arXiv:1603.06937.
-    """
-    grid = maps.shape[-1]
-    scores, best = maps.flatten(2).max(2)
-    cells = torch.stack([best % grid, best // grid], 2)
-    padded = F.pad(maps, (1, 1, 1, 1)).flatten(2)
-    centre = (cells[..., 1] + 1) * (grid + 2) + cells[..., 0] + 1
-    steps = (-1, 1, -grid - 2, grid + 2)
-    sides = [padded.gather(2, (centre + step)[..., None])[..., 0] for step in steps]
-    quarter = torch.stack([sides[1] - sides[0], sides[3] - sides[2]], 2).sign() / 4
-    return (cells + 0.5 + quarter) / grid, scores
+def people_of(maps):
+    """Return [n, MOST, 17, 3]: joints as shares of the picture, and their scores."""
+    heat, grid = maps[:, :MARKS], maps.shape[-1]
+    peaks = heat.clamp(min=0) * (heat == F.max_pool2d(heat, 3, 1, 1))
+    scores, places = peaks.flatten(2).topk(MOST)  # [n, MARKS, MOST]
+    cells = torch.stack([places % grid, places // grid], 3) + 0.5
+    # A quarter of a cell towards the higher neighbour, as usual since arXiv:1603.06937.
+    slopes = torch.stack(torch.gradient(heat, dim=(3, 2)), 4).flatten(2, 3)
+    points = (cells + slopes.gather(2, places[..., None].expand(-1, -1, -1, 2)).sign() / 4) / grid
+    centres, sure = points[:, JOINTS, None], scores[:, JOINTS, None]  # [n, 1, MOST, ...]
+    ways = maps[:, MARKS:].unflatten(1, (JOINTS, 2)).flatten(3)
+    ways = ways.gather(3, places[:, :JOINTS, None].expand(-1, -1, 2, -1)).transpose(2, 3) / 8
+    votes = (cells[:, :JOINTS] / grid + ways)[:, :, :, None]
+    far = (votes - centres[:, :, None]).norm(dim=4) + 9 * (sure < 0.05)[:, :, None]
+    fits = scores[:, :JOINTS, :, None] * (-far / 0.1).exp() * (far == far.amin(3, keepdim=True))
+    fit, best = fits.max(2)  # of [n, 17, joints, centres]: a joint belongs to the nearest centre
+    own = points[:, :JOINTS].gather(2, best[..., None].expand(-1, -1, -1, 2))
+    return torch.cat([own, (fit * sure)[..., None]], 3).transpose(1, 2)
 
 
 def per_sample_metrics(outputs, targets):
-    points, scores = joints_of(outputs[-1][0].float())
-    place = targets["place"][:, None].float()
-    found = points * place[..., 2:] + place[..., :2]  # in pixels of the whole picture
-    joints = targets["joints"]
-    near = (found - joints[..., :2]).norm(dim=2) < 0.1 * place[..., 2]
-    visible = targets["visible"]
-    pck = (near & visible).sum(1) / visible.sum(1).clamp(min=1)
-    found = torch.cat([found, scores[..., None]], 2).cpu()
-    known = torch.stack([targets["image"], targets["area"]], 1).cpu()
-    return {"pck": pck, "found": list(found), "joints": list(joints.cpu()), "known": known.tolist()}
+    found, people = people_of(outputs[-1][0].detach().float()), targets["people"]
+    found[..., :2] *= targets["size"][:, None, None]
+    joints = people[..., :51].unflatten(2, (JOINTS, 3))
+    seen, reach = joints[..., 2] > 0, 0.1 * people[..., 58, None, None].sqrt()
+    far = (joints[:, :, None, :, :2] - found[:, None, ..., :2]).norm(dim=4)  # [n, true, found, 17]
+    hits = ((far < reach) & seen[:, :, None]).sum(3).amax(2)  # of the best of the found people
+    pck = hits.sum(1) / seen.sum((1, 2)).clamp(min=1)
+    return {"pck": pck, "found": list(found), "known": list(people)}
 
 
 def dataset_metrics(outputs):
     """Return COCO's AP of object keypoint similarity, the mean over 0.5 to 0.95, and AP50."""
     true, guesses = [], []
-    rows = zip(outputs["known"], outputs["joints"], outputs["found"])
-    for i, ((image, area), joints, found) in enumerate(rows, 1):
-        entry = {"id": i, "image_id": int(image), "category_id": 1}
-        known = int((joints[:, 2] > 0).sum())
-        box = [*joints[:, :2].amin(0).tolist(), 1.0, 1.0]
-        entry |= {"iscrowd": 0, "area": area, "bbox": box, "num_keypoints": known}
-        true.append(entry | {"keypoints": joints.flatten().tolist()})
-        guess = {"image_id": int(image), "category_id": 1, "score": found[:, 2].mean().item()}
-        guesses.append(guess | {"keypoints": found.flatten().tolist()})
+    for image, (known, found) in enumerate(zip(outputs["known"], outputs["found"])):
+        for row in known[known[:, 59] > 0].tolist():
+            entry = {"id": len(true) + 1, "image_id": image, "category_id": 1, "area": row[58]}
+            entry |= {"keypoints": row[:51], "bbox": row[54:58], "iscrowd": int(row[59] == 2)}
+            true.append(entry | {"num_keypoints": row[53]})
+        for person in found:
+            guess = {"image_id": image, "category_id": 1, "score": person[:, 2].mean().item()}
+            guesses.append(guess | {"keypoints": person.flatten().tolist()})
     with contextlib.redirect_stdout(io.StringIO()):
         coco = COCO()
-        images = [{"id": number} for number in {entry["image_id"] for entry in true}]
+        images = [{"id": image} for image in range(len(outputs["known"]))]
         coco.dataset = {"images": images, "annotations": true, "categories": [{"id": 1}]}
         coco.createIndex()
         scorer = COCOeval(coco, coco.loadRes(guesses), "keypoints")

@@ -49,33 +49,50 @@ def write_annotations(folder: Path, name: str, content: dict) -> None:
     (folder / "annotations" / f"{name}.json").write_text(json.dumps(content))
 
 
-def make_people(folder: Path, train: int, val: int, side: int = 48) -> None:
-    """Write pictures of two "people": 17 blobs, each joint of a colour of its own, some hidden."""
+def make_people(folder: Path, train: int, val: int, side: int = 96) -> None:
+    """Write pictures of one to three "people" at any place: 17 blobs, each joint of its own colour.
+
+    Some joints are hidden, and every fifth picture has a crowd without joints. People may overlap.
+    """
     generator = torch.Generator().manual_seed(0)
+
+    def draw(low: float, high: float) -> float:
+        return low + (high - low) * torch.rand((), generator=generator).item()
+
     hues = torch.arange(17) * (2 * torch.pi / 17)
     colours = 120 + 120 * torch.stack([(hues + shift).cos() for shift in (0, 2.1, 4.2)], 1)
-    rows, columns = torch.arange(side)[:, None], torch.arange(2 * side)
     for part, count in (("train2017", train), ("val2017", val)):
         (folder / part).mkdir(parents=True)
         images, annotations = [], []
         for number in range(count):
-            picture = 20 * torch.rand(3, side, 2 * side, generator=generator)
-            for person in range(2):
+            height, width = side, side + 8 * (number % 2)
+            rows, columns = torch.arange(height)[:, None] + 0.5, torch.arange(width) + 0.5
+            picture = 20 * torch.rand(3, height, width, generator=generator)
+            taken = []  # the boxes of this picture
+            for _ in range(3):
+                size = side * draw(0.4, 0.6)
+                x, y = draw(0, width - size), draw(0, height - size)
+                gaps = [max(abs(x - a), abs(y - b)) / max(size, c) for a, b, c in taken]
+                if any(gap < 0.7 for gap in gaps):
+                    continue
+                taken.append((x, y, size))
                 jitter = 0.3 * torch.rand(17, 2, generator=generator) - 0.15
-                joints = (PLACES + jitter).clamp(0.08, 0.92) * side
-                joints[:, 0] += side * person
+                joints = (PLACES + jitter).clamp(0.08, 0.92) * size + torch.tensor([x, y])
                 seen = torch.rand(17, generator=generator) < 0.6
-                for (x, y), colour in zip(joints[seen], colours[seen]):
-                    near = ((columns + 0.5 - x) ** 2 + (rows + 0.5 - y) ** 2) < 6
+                for (i, j), colour in zip(joints[seen], colours[seen]):
+                    near = ((columns - i) ** 2 + (rows - j) ** 2) < 6
                     picture = torch.where(near, colour[:, None, None], picture)
-                entry = {"id": len(annotations) + 1, "image_id": number, "category_id": 1}
-                entry |= {"bbox": [side * person, 0, side, side], "iscrowd": 0}
-                entry |= {"area": float(side**2), "num_keypoints": int(seen.sum())}
-                flags = 2.0 * seen[:, None]
-                points = torch.cat([joints * seen[:, None], flags], 1).flatten().tolist()
-                annotations.append(entry | {"keypoints": points})
-            name = f"{number:012}.png"
+                entry = {"id": len(annotations) + 1, "image_id": 10 * number, "category_id": 1}
+                entry |= {"bbox": [x, y, size, size], "iscrowd": 0, "area": size**2}
+                points = torch.cat([joints * seen[:, None], 2.0 * seen[:, None]], 1)
+                entry |= {"num_keypoints": int(seen.sum()), "keypoints": points.flatten().tolist()}
+                annotations.append(entry)
+            crowd = {"id": len(annotations) + 1, "image_id": 10 * number, "category_id": 1}
+            crowd |= {"bbox": [1, 1, 20, 20], "iscrowd": 1, "area": 400.0}
+            crowd |= {"num_keypoints": 0, "keypoints": [0] * 51}
+            annotations += [crowd] if number % 5 == 0 else []
+            name = f"{10 * number:012}.png"
             write_png(picture.clamp(0, 255).byte(), str(folder / part / name))
-            images.append({"id": number, "file_name": name, "width": 2 * side, "height": side})
+            images.append({"id": 10 * number, "file_name": name, "width": width, "height": height})
         content = {"images": images, "annotations": annotations, "categories": [{"id": 1}]}
         write_annotations(folder, f"person_keypoints_{part}", content)
