@@ -169,10 +169,6 @@ def per_sample_metrics(outputs, targets, *, min_score):
     return {"recall": torch.stack(hits), "found": found, "wanted": wanted}
 
 
-def train_metrics(outputs, targets):
-    return {}  # to find the boxes of a training batch takes as long as a step
-
-
 def dataset_metrics(outputs):
     """Return COCO's AP, the mean over IoU 0.5 to 0.95, and AP50."""
     true, found = [], []
