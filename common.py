@@ -511,10 +511,6 @@ class NoAverage:
         pass
 
 
-def tensors_of(net: nn.Module) -> list[Tensor]:
-    return [*net.parameters(), *net.buffers()]
-
-
 class WeightAverage(AveragedModel):
     """An average of the parameters; every buffer that is not averaged is a copy.
 
@@ -528,11 +524,11 @@ class WeightAverage(AveragedModel):
     def __init__(self, kind: str, net: nn.Module, epochs: list[int], decay: float = 0.99) -> None:
         super().__init__(net)
         self.kind, self.epochs, self.decay = kind, epochs, decay
-        numbers = self.module.parameters()
-        averaged = {id(p) for p in numbers if p.is_floating_point() or p.is_complex()}
+        averaged = {id(p) for p in self.parameters() if p.is_floating_point() or p.is_complex()}
         for norm in batch_norms(self.module):
             averaged |= {id(norm.running_mean), id(norm.running_var)}
-        self.fades = [id(value) in averaged for value in tensors_of(self.module)]
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        self.fades = [id(value) in averaged for value in tensors]
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
 
@@ -552,8 +548,9 @@ class WeightAverage(AveragedModel):
             super().update_parameters(net)  # copies every buffer
         else:
             # torch's class would copy `n_averaged` to the device, and wait for that, in each step.
+            both = ([*module.parameters(), *module.buffers()] for module in (self.module, net))
             groups: dict[Any, list] = {}
-            for fades, mine, new in zip(self.fades, tensors_of(self.module), tensors_of(net)):
+            for fades, mine, new in zip(self.fades, *both):
                 groups.setdefault((fades, type(mine)), []).append((mine, new))
             for (fades, _), pairs in groups.items():  # sharded tensors by themselves
                 mine, new = zip(*pairs)

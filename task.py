@@ -281,8 +281,7 @@ class DigitNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(images)))), 2)
         features = F.relu(self.conv3(features))
-        # The halves, which overlap in a middle row. adaptive_max_pool2d takes the same numbers, but
-        # on CUDA its backward adds in any order, and --deterministic refuses it.
+        # As adaptive_max_pool2d, whose backward on CUDA adds in any order: --deterministic refuses.
         sides = [max(2, side) for side in features.shape[-2:]]
         features = features.expand(-1, -1, *sides)  # one row of 2 or 3 pixels counts twice
         features = F.max_pool2d(features, [-(-n // 2) for n in sides], [n // 2 for n in sides])

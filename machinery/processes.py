@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -134,8 +135,7 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:
-        torch.backends.cudnn.allow_tf32 = False  # by default convolutions round to 10 bits
+    torch.backends.cudnn.allow_tf32 &= not deterministic  # convolutions would round to 10 bits
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
@@ -158,6 +158,10 @@ def run_main(main: Callable[[], int]) -> int:
     """
     global _ends_with_run
     _ends_with_run = True
+    # A device mesh keeps gloo's threads alive, and they may abort the last clean-up of Python. A
+    # rank leaves before that, and after what the task has registered with atexit.
+    ends: list[int] = []
+    atexit.register(lambda: leave(ends[0]) if ends and "RANK" in os.environ else None)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
@@ -165,6 +169,7 @@ def run_main(main: Callable[[], int]) -> int:
         code = main()
         if code is None:
             raise RuntimeError("the run was left before its end, without an error")
+        ends.append(code)
         return code
     except UsageError as error:
         tell(f"error: {error}")
@@ -180,6 +185,7 @@ def run_main(main: Callable[[], int]) -> int:
         dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell(reason and f"{reason} (exit code {code})")
+    ends.append(code)
     return code
 
 

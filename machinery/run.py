@@ -274,11 +274,8 @@ class Run:
             self.save("last.pt")
 
     def _end_if_diverged(self) -> None:
-        """Raise Stopped after ten skipped steps in a row.
-
-        To read their number is to wait for the device. Call it where the host waits anyway, and
-        after `stop.agreed`: that raises if a rank is lost, where CUDA would wait for ever.
-        """
+        # To read the number is to wait for the device: only where the host waits anyway, and after
+        # `stop.agreed`, which raises if a rank is lost. CUDA would wait for ever.
         if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
             raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -255,6 +256,39 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, handlers):
 def test_rank_that_nccl_aborts_is_not_the_cause(ended, nnodes, told):
     code, cause = machinery.launch.diagnose(ended, nnodes, [])
     assert (code, cause.partition(";")[0]) == told
+
+
+LAST_CLEAN_UP = """
+import atexit, sys
+from machinery.processes import Stopped, run_main
+class Mesh:  # stands for one whose threads abort a process that is about to end
+    def __del__(self):
+        print("cleaned up", flush=True)
+def main():
+    atexit.register(print, "the task's own")
+    if code:
+        raise Stopped(code, "")
+    return code
+kept, code = Mesh(), int(sys.argv[1])
+sys.exit(run_main(main))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3, 143])
+@pytest.mark.parametrize("rank", ["", "0"])
+def test_rank_ends_before_the_last_clean_up_of_python(rank, code):
+    """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
+    environment = os.environ | ({"RANK": rank} if rank else {})
+    finished = subprocess.run(
+        [sys.executable, "-c", LAST_CLEAN_UP, str(code)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = "the task's own\n" + ("" if rank else "cleaned up\n")
+    assert finished.returncode == code and finished.stdout == expected, finished.stderr
 
 
 # ----------------------------------------------------------------------------------------- device

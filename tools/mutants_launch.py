@@ -319,7 +319,11 @@ mutant("launch: an abort is never the cause", "machinery/launch", "{None, 0, LOS
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or {*ended} -", "if {*ended} -",
        "test_rank_that_nccl_aborts_is_not_the_cause")
-mutant("devices: convolutions use TF32", "machinery/processes", "        torch.backends.cudnn.allow_tf32 = False\n", "        pass\n",
+mutant("devices: convolutions use TF32", "machinery/processes", "    torch.backends.cudnn.allow_tf32 &= not deterministic\n", "",
        "test_deterministic_convolutions_do_not_use_tf32")
 mutant("traces: TF32 of convolutions stays off", "machinery/processes", '("benchmark", "allow_tf32")', '("benchmark",)',
        "test_deterministic_convolutions_do_not_use_tf32")
+LAST = "test_rank_ends_before_the_last_clean_up_of_python"
+mutant("end: Python cleans up after a rank", "machinery/processes", 'if ends and "RANK" in os.environ', "if False", LAST)
+mutant("end: the same for a run without ranks", "machinery/processes", 'if ends and "RANK" in os.environ', "if ends", LAST)
+mutant("end: a rank that was stopped is cleaned up", "machinery/processes", "    ends.append(code)\n    return code\n\n\ndef fail", "    return code\n\n\ndef fail", LAST)
