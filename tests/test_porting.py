@@ -6,10 +6,14 @@ import shlex
 import coco
 import pytest
 import torch
-from harness import ROOT, train
+from harness import ROOT, make_sampler, train
 from patches import without_speed
 from torchvision.io import write_jpeg
 from torchvision.models import get_model
+
+import common
+import machinery.options
+from machinery.tasks import Task
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 COMMANDS = [shlex.split(text) for text in re.findall(r"```bash\nbash run\.sh (.*)\n```", PAGE)]
@@ -112,3 +116,93 @@ def same(ours, theirs):
         for lines in (ours, theirs)
     )
     return all(a == pytest.approx(b, rel=1e-8) for a, b in zip(ours, theirs, strict=True))
+
+
+# ----------------------------------------------------------------------- Lightning and Accelerate
+
+
+def rows(headline):
+    """Return (there, here, difference) for each row of the table under a headline."""
+    section = PAGE.split(f"\n## {headline}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:4]] for line in lines[1:]]
+
+
+def test_rows_name_what_is_there():
+    """Options, functions of common.py and sampling.py, functions of a task, lines of the scripts."""
+    code = "".join(
+        (ROOT / name).read_text()
+        for name in ("train_ddp.py", "train_spawn.py", "sampling.py", "examples/other_project.py")
+    )
+    options = {option.name for option in machinery.options.OPTIONS}
+    table = rows("Lightning") + rows("Accelerate")
+    assert len(table) >= 45
+    checked = 0
+    for _, here, difference in table:
+        for span in re.findall(r"`([^`]+)`", f"{here} {difference}"):
+            for name in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span):
+                assert name in options or name == "--nproc-per-node", span
+                checked += 1
+            for name in re.findall(r"common\.(\w+)", span):
+                assert hasattr(common, name), span
+                checked += 1
+            for name in re.findall(r"^(\w+)$", span):
+                known = name in Task._fields or re.search(rf"\b{name}\b", code)
+                assert known or name in ("sync_dist", "max_steps", "set_seed"), span
+                checked += 1
+        for command in re.findall(r"bash run\.sh (\w+)", here):
+            assert command in ("ddp", "spawn", "fsdp")
+    assert checked >= 50
+    assert {"build_optimizer", "dataset_metrics", "per_sample_loss"} <= set(Task._fields)
+
+
+def test_options_of_the_rows_are_accepted():
+    for _, here, _ in rows("Lightning"):
+        for span in re.findall(r"`(--[^`]+)`", here):
+            if span in ("--optimizer", "--lr", "--schedule"):
+                continue
+            if "FILE" not in span and "--resume auto" not in span:
+                argv = shlex.split(span)
+                if "--nnodes" in argv:
+                    argv += ["--master-addr", "127.0.0.1", "--master-port", "7"]
+                machinery.options.build_parser("ddp").parse_args(argv)
+
+
+def test_batch_of_lightning_as_the_page_translates_it():
+    """16 samples per device, 4 devices, 2 micro-batches."""
+    (command,) = re.findall(r"```\nbash run\.sh (.*)\n```", PAGE)
+    mode, n, *argv = shlex.split(command)
+    per_device, devices, pieces = map(int, re.search(r"(\d+) × (\d+) × (\d+)\.", PAGE).groups())
+    args = machinery.options.build_parser(mode).parse_args(argv)
+    assert (args.batch_size, args.accum_steps, int(n)) == (128, pieces, devices)
+    for rank in range(devices):
+        sampler = make_sampler(256, args.batch_size, rank, devices, args.accum_steps)
+        _, indices = next(iter(sampler))
+        parts = common.split_batch(torch.tensor(indices), args.accum_steps)
+        assert [len(part) for part in parts] == [per_device] * pieces
+
+
+@pytest.mark.parametrize(("batch", "exact"), [(64, True), (62, False)])
+def test_gradient_of_accelerate_is_ours_if_slices_are_equal(batch, exact):
+    """Theirs: the mean of each slice, over micro-batches and ranks. Ours: the mean of the batch."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(batch, generator=generator, dtype=torch.float64)  # of each sample
+    world_size, pieces, means, sums = 4, 2, [], []
+    for rank in range(world_size):
+        _, indices = next(iter(make_sampler(batch, batch, rank, world_size, pieces)))
+        for part in common.split_batch(gradients[indices], pieces):
+            means.append(part.mean() / pieces)
+            sums.append(part.sum() * (world_size / batch))
+    theirs, ours = (torch.stack(parts).sum() / world_size for parts in (means, sums))
+    assert ours.item() == pytest.approx(gradients.mean().item(), rel=1e-12)
+    assert (theirs.item() == pytest.approx(ours.item(), rel=1e-12)) == exact
+
+
+def test_names_of_a_lightning_checkpoint_do_not_fit(capsys):
+    """As the page says: they begin with the attribute that holds the network."""
+    net = torch.nn.Linear(2, 3)
+    weights = {f"net.{name}": value for name, value in net.state_dict().items()}
+    with pytest.raises(common.UsageError, match="no tensor fits"):
+        common.load_weights(net, {"state_dict": weights, "epoch": 3}, "run.ckpt")
+    common.load_weights(net, net.state_dict(), "run.pt")
+    assert "2 of the model's 2 tensors" in capsys.readouterr().out
