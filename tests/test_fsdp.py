@@ -185,6 +185,48 @@ def test_task_chooses_what_is_sharded(tmp_path, monkeypatch):
     assert max(compare(result, single_run(*BASE)).values()) <= 1e-10
 
 
+def print_calls():
+    """Print how many collective calls each phase of a step makes, and the whole gradients kept."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    import machinery.sharding
+
+    net = NETS["mlp"]()
+    parts = machinery.tasks.large_modules(net)
+    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
+    machinery.sharding.shard(net, parts, mesh, "off")
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    guard = common.StepGuard("off", torch.device("cpu"), net)
+
+    def watch(function):
+        with CommDebugMode() as watched:
+            result = function()
+        names = ("gather", "scatter", "all_reduce")
+        counts = {str(op): n for op, n in watched.get_comm_counts().items()}
+        print(*(sum(n for op, n in counts.items() if name in op) for name in names))
+        return result
+
+    for last in (False, True):
+        net.set_requires_gradient_sync(last)
+        loss = watch(lambda: net(torch.ones(2, 64)).sum())
+        watch(lambda: guard.scale(loss).backward())  # noqa: B023 (called at once)
+        groups = [part._get_fsdp_state()._fsdp_param_group for part in parts]
+        kept = [p.unsharded_accumulated_grad for group in groups for p in group.fsdp_params]
+        print(sum(grad.numel() for grad in kept if grad is not None))
+    watch(lambda: guard.unscale_(optimizer))
+    with torch.no_grad():
+        watch(lambda: net(torch.ones(2, 64)))
+
+
+def test_collective_calls_are_those_of_the_page():
+    """docs/hang.md; and whole gradients are kept between micro-batches, as docs/fsdp.md says."""
+    parts, numbers = 6, 6 * (64 * 64 + 64)
+    first = [f"{parts} 0 0", f"{parts} 0 0", str(numbers)]
+    last = [f"{parts} 0 0", f"{parts} {parts} 0", "0"]
+    rest = ["0 0 1", f"{parts} 0 0"]  # the norm, an evaluation
+    assert [out.splitlines() for out in in_group(2, print_calls)] == [[*first, *last, *rest]] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

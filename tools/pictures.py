@@ -345,7 +345,8 @@ def draw_memory() -> str:
         x += 132
     picture.rect(x, 374, 16, 16, GREY, fill_opacity=0.35, stroke=GREY, stroke_dasharray="3 2")
     picture.text(x + 22, 387, "forward and backward only", 12)
-    scale = "Activations depend on the model and the batch. AdamW keeps twice the optimizer state."
+    scale = "One micro-batch in a step. Activations depend on the model and the batch."
+    scale += " AdamW keeps twice the optimizer state."
     picture.text(30, 414, scale, 12, fill=GREY)
     return str(picture)
 
