@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import matplotlib
 import pictures
 import pytest
+import torch
 from harness import ROOT
 from PIL import ImageFont
 
@@ -101,6 +102,14 @@ def test_curves_are_equal_up_to_rounding():
     assert max(max(values) for values in data["deviations"].values()) < claimed
     assert "| parameters, log lines and evaluation lines" in readme
     assert pictures.BOUND == 1e-10 and f"| one device | {pictures.BOUND:.0e} |" in readme
+
+
+def test_deviation_by_hand():
+    """The worst difference of any parameter over the largest parameter of all."""
+    theirs = {"a": torch.tensor([1.0, -8.0]), "b": torch.tensor([2.0])}
+    ours = {"a": torch.tensor([1.0, -8.25]), "b": torch.tensor([1.0])}
+    assert pictures.deviation(ours, theirs) == 0.125
+    assert pictures.deviation(theirs, theirs) == 0
 
 
 def test_curves_stand_where_their_numbers_are():

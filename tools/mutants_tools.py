@@ -93,3 +93,15 @@ mutant("plot: any suffix", "tools/plot",
        "test_picture_that_cannot_be_written_is_refused")
 mutant("plot: loss on a linear axis", "tools/plot", '"log" if name in LOGARITHMIC and positive else "linear"', '"linear"',
        "test_axes_panels_and_lines")
+
+# ------------------------------------------------------------------------------------------------------------------------ tools/pictures.py
+
+mutant("pictures: absolute differences", "tools/pictures", "for name in theirs) / largest)", "for name in theirs) / 1)", "test_deviation_by_hand")
+mutant("pictures: the smallest tensor decides", "tools/pictures", "largest = max(tensor.abs().max()", "largest = min(tensor.abs().max()",
+       "test_deviation_by_hand")
+mutant("pictures: the batch is not accumulated", "tools/pictures", "BATCH, 0, PIECES, False, rank", "BATCH, 0, 1, False, rank",
+       "test_slices_in_the_picture_are_those_of_the_samplers")
+mutant("pictures: shards of the whole", "tools/pictures", '(kind, 1 / n, False)', '(kind, 1.0, False)',
+       "test_memory_in_the_picture_is_what_was_measured")
+mutant("pictures: copies of dp stay", "tools/pictures", '[("parameters", 1.0, True), ("gradients", 1.0, True), own]',
+       '[("parameters", 1.0, False), ("gradients", 1.0, False), own]', "test_checked_in_drawings_are_those_of_today")
