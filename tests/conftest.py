@@ -75,18 +75,10 @@ def run(tmp_path):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import nodes
-    import torch
 
     import slurm
 
-    def no_accelerator() -> str:
-        return "" if torch.accelerator.is_available() else "needs an accelerator"
-
-    for marker, missing in (
-        ("gpu", no_accelerator),
-        ("slurm", slurm.missing),
-        ("netns", nodes.missing),
-    ):
+    for marker, missing in (("slurm", slurm.missing), ("netns", nodes.missing)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else ""
         for item in marked if reason else ():

@@ -154,7 +154,7 @@ mutant("load: a file from before torch 1.6 is refused", "common", "if zipfile.is
 mutant("weights: NaN accepted", "common", "    if bad:\n", "    if False:\n",
        "test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused")
 mutant("powersgd: buckets overtake one another", "common",
-       "        future.wait()  # gloo would start the all-reduces of two buckets in any order\n", "",
+       "        future.wait()  # gloo would start the all-reduces of two buckets in any order\n", "            pass\n",
        "test_buckets_that_powersgd_sends_do_not_overtake_one_another")
 mutant("by design: nothing is", "common", "    if before is None:\n        return True\n    before", "    return True\n    before",
        f"{BY_DESIGN}[none-single-1]", "test_became_non_finite_compares_place_by_place")

@@ -1,0 +1,138 @@
+"""What only a GPU can show: `bash run.sh test -m gpu`. No GPU has run these tests yet; test_accelerators.py has the mechanisms on the CPU."""
+
+import functools
+import subprocess
+
+import pytest
+import torch
+from harness import ROOT, deviation, guard_of, make_args, optimizer_of, train
+from patches import change_training_loss, stop_after
+from torch import nn
+
+import machinery.run
+import task
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+CONV = ("--model", "digitnet", "--epochs", "1", "--warmup-epochs", "0", "--log-every", "10")
+EXACT = (*CONV, "--dtype", "float64")
+
+
+@pytest.fixture(autouse=True)
+def _accelerator():
+    if not torch.cuda.is_available():
+        pytest.fail("tests marked gpu need a GPU, and torch finds none", pytrace=False)
+
+
+def forbid_waiting(change, rank):
+    """Let torch raise where the host waits for the GPU in a step that neither logs nor ends an epoch."""
+    end_step = machinery.run.Run.end_step
+
+    def watched(run, norm):
+        step = run.state.step + 1
+        if step == run.steps_per_epoch or step % run.args.log_every == 0:
+            torch.cuda.set_sync_debug_mode("default")
+        end_step(run, norm)
+        if 2 <= step < run.steps_per_epoch:  # kernels are chosen in the first steps
+            torch.cuda.set_sync_debug_mode("error")
+
+    machinery.run.Run.end_step = watched
+    if change:
+        change_training_loss(change, rank)
+
+
+def read_a_number(losses, k):
+    losses.sum().item()
+    return losses
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--optimizer", "sgd"],
+        ["--optimizer", "adamw", "--lr", "0.001"],
+        ["--accum-steps", "2", "--clip-grad-norm", "1", "--channels-last"],
+        ["--average", "ema"],
+    ],
+    ids=" ".join,
+)
+def test_host_waits_only_where_the_run_logs(amp, options, tmp_path):
+    argv = (*CONV, "--device", GPU, "--amp", amp, *options)
+    patch = functools.partial(forbid_waiting, None)
+    result = train("single", 1, *argv, folder=tmp_path, patch=patch)
+    assert result.code == 0, result.err
+
+
+def test_waiting_would_be_seen(tmp_path):
+    patch = functools.partial(forbid_waiting, read_a_number)
+    result = train("single", 1, *CONV, "--device", GPU, folder=tmp_path, patch=patch)
+    assert result.code == 1 and "synchroniz" in result.err
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_skipped_step_changes_no_bit(optimizer):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 2))
+    net = net.to(GPU)
+    args = make_args("single", "--optimizer", optimizer)
+    guard, optimizer = guard_of(args, torch.device(GPU), net), optimizer_of(args, net)
+
+    def step(factor):
+        images = torch.rand(4, 3, 8, 8, device=GPU)
+        guard.scale(net(images).square().sum() * factor).backward()
+        guard.unscale_(optimizer)
+        guard.step(optimizer)
+        guard.update()
+        optimizer.zero_grad(set_to_none=True)
+        moments = [value for values in optimizer.state.values() for value in values.values()]
+        return [value.clone() for value in (*net.parameters(), *net.buffers(), *moments)]
+
+    before = step(1.0)
+    assert all(map(torch.equal, step(float("nan")), before)) and guard.skipped == 1
+    assert not all(map(torch.equal, step(1.0), before))
+
+
+@pytest.mark.parametrize("first", ["cpu", GPU])
+@pytest.mark.parametrize("flip", [False, True])
+def test_resume_on_another_device_and_in_another_memory_format(first, flip, tmp_path):
+    whole = train("single", 1, *EXACT, "--epochs", 2, "--device", "cpu", folder=tmp_path / "whole")
+    stop = functools.partial(stop_after, 15)
+    argv = (*EXACT, "--epochs", 2, "--output-dir", tmp_path / "run")
+    stopped = train("single", 1, *argv, "--device", first, folder=tmp_path, patch=stop)
+    assert stopped.code == 143, stopped.err
+    argv += ("--resume", "auto", "--device", GPU if first == "cpu" else "cpu")
+    resumed = train("single", 1, *argv, *["--channels-last"] * flip, folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert deviation(resumed.checkpoint()["model"], whole.checkpoint()["model"]) < 1e-8
+
+
+@pytest.mark.parametrize(("model", "amp"), [("digitnet", "off"), ("resnet9", "bf16")])
+def test_deterministic_run_that_was_stopped_has_the_same_bits(model, amp, tmp_path):
+    argv = (*CONV, "--model", model, "--epochs", "2", "--amp", amp, "--device", GPU)
+    argv += ("--deterministic",)
+    whole = train("single", 1, *argv, folder=tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    argv += ("--output-dir", tmp_path / "run")
+    stop = functools.partial(stop_after, 13)
+    assert train("single", 1, *argv, folder=tmp_path, patch=stop).code == 143
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    ours, theirs = resumed.checkpoint()["model"], whole.checkpoint()["model"]
+    assert all(ours[name].equal(value) for name, value in theirs.items())
+
+
+def test_gradients_of_the_first_step_are_those_of_the_cpu(tmp_path):
+    runs = [train("single", 1, *EXACT, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)]
+    assert [run.code for run in runs] == [0, 0], runs[1].err
+    cpu, gpu = ({n: g.cpu() for n, g in run.gradients[0][0].items()} for run in runs)
+    assert len(cpu) == len([*task.DigitNet(1, 10).parameters()])
+    assert deviation(gpu, cpu) < 1e-10
+
+
+@pytest.mark.parametrize("options", [[], ["--grad-compress", "bf16"], ["--accum-steps", "2"]])
+def test_nccl_with_one_rank(options, tmp_path):
+    argv = [*CONV, "--device", GPU, "--output-dir", str(tmp_path / "run"), *options]
+    command = ["bash", str(ROOT / "run.sh"), "ddp", "1", *argv]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (finished.returncode, finished.stderr) == (0, "")
