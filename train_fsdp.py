@@ -28,9 +28,7 @@ def train_one_epoch(
     common.train_mode(model)
     for batch in run.batches(loader):  # sets the sampler's epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
-            model.set_requires_gradient_sync(
-                i == args.accum_steps - 1
-            )  # one reduce-scatter per step
+            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter once
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
@@ -93,8 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     net = build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
     average = common.build_average(args.average, net, args.swa_start, **schedule)
-    mesh = mesh_of_ranks(device, args.shard_size)
-    for network in [net, *average.children()]:  # before the optimizer sees the parameters
+    mesh = mesh_of_ranks(device, args.shard_size)  # of --shard-size ranks each has a part
+    # From here on a rank keeps its part of each parameter. A module collects the whole of its own
+    # for its forward and its backward. The optimizer comes later: it must see the parts.
+    for network in [net, *average.children()]:
         shard(network, task.shard_modules(network), mesh, args.amp)
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net
+    model = net  # no wrapper: its modules collect parameters and reduce-scatter gradients
     if args.compile:
         model.compile()
 
