@@ -30,7 +30,7 @@ mutant("average: never evaluated", "machinery/run", "if not state.average.n_aver
 mutant("log: skipped steps counted twice", "machinery/run", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
 mutant("log: loss of the whole run", "machinery/run", "        self.meter.clear()\n", "",
        "test_logged_loss_is_that_since_the_last_line")
-mutant("divergence: never ends", "machinery/run", "state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
+mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
 mutant("stop: every rank by itself", "machinery/run", "flag = int(due[1]) if due else 0", "flag = self.received", "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op",
