@@ -11,6 +11,7 @@ import fnmatch
 import itertools
 import math
 import os
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -550,7 +551,7 @@ class WeightAverage(AveragedModel):
             # torch's class would copy `n_averaged` to the device, and wait for that, in each step.
             both = ([*module.parameters(), *module.buffers()] for module in (self.module, net))
             groups: dict[Any, list] = {}
-            for fades, mine, new in zip(self.fades, *both):
+            for fades, mine, new in zip(self.fades, *both, strict=True):
                 groups.setdefault((fades, type(mine)), []).append((mine, new))
             for (fades, _), pairs in groups.items():  # sharded tensors by themselves
                 mine, new = zip(*pairs)
@@ -728,6 +729,7 @@ def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
 def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a file that is always whole: after a crash, a kill or a full disk the old one stays."""
     temporary = path.with_name(f".{path.name}.tmp")  # a rename is atomic within one file system
+    handled = sys.exc_info()[1]  # what a caller may be about to handle
     try:
         with open(temporary, "wb") as file:
             torch.save(checkpoint, file)
@@ -738,7 +740,7 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         first: BaseException = (
             error  # torch goes on after a refused write, and reports what follows
         )
-        while first.__context__:
+        while first.__context__ not in (None, handled):
             first = first.__context__
         reason = str(first if isinstance(first, OSError) else error).splitlines()[0]
         problem = f"{path} could not be written (is the disk full?); the last good file stays"

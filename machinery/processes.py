@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import logging
+import multiprocessing.util
 import os
 import random
 import re
@@ -14,6 +16,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,9 +54,6 @@ SETTINGS = [  # what a run changes in its process: how to read it, how to put it
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 ]
-for _name in ("benchmark", "allow_tf32"):
-    _setting = torch.backends.cudnn, _name
-    SETTINGS.append((functools.partial(getattr, *_setting), functools.partial(setattr, *_setting)))
 
 
 class Stopped(Exception):
@@ -71,7 +71,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     def wrapper(*arguments: Any, **options: Any) -> int:
         if _ends_with_run:
             return main(*arguments, **options)
-        environment = dict(os.environ)
+        environment, benchmark = dict(os.environ), torch.backends.cudnn.benchmark
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         strict = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -82,6 +82,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         finally:
             at_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            torch.backends.cudnn.benchmark = benchmark
             torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             for put_back, value in before:
                 put_back(value)
@@ -135,7 +136,13 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
-    torch.backends.cudnn.allow_tf32 &= not deterministic  # convolutions would round to 10 bits
+    if deterministic:
+        # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
+        with contextlib.suppress(RuntimeError):
+            at_end.callback(
+                setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32
+            )
+            torch.backends.cudnn.allow_tf32 = False
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
@@ -158,10 +165,8 @@ def run_main(main: Callable[[], int]) -> int:
     """
     global _ends_with_run
     _ends_with_run = True
-    # A device mesh keeps gloo's threads alive, and they may abort the last clean-up of Python. A
-    # rank leaves before that, and after what the task has registered with atexit.
     ends: list[int] = []
-    atexit.register(lambda: leave(ends[0]) if ends and "RANK" in os.environ else None)
+    atexit.register(leave_mesh, ends)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
@@ -207,6 +212,19 @@ def fail(error: BaseException) -> int:
     if lost:
         return 1  # by Python's slow way out: torchrun blames the rank that ends first
     leave(FAILED if launched else 1)
+
+
+def leave_mesh(ends: list[int]) -> None:
+    """End a rank of fsdp before Python's last clean-up, if `ends` holds its exit code.
+
+    A device mesh keeps gloo's threads alive, and they may abort that clean-up.
+    """
+    if ends and "machinery.sharding" in sys.modules:
+        # What Python itself has registered with atexit stood before, and would come later.
+        weakref.finalize._exitfunc()
+        multiprocessing.util._exit_function()
+        logging.shutdown()
+        leave(ends[0])
 
 
 def leave(code: int) -> NoReturn:

@@ -79,7 +79,7 @@ class State:
         for parameter, values in self.optimizer.state.items():
             for name, value in values.items():
                 # Fused kernels need the strides of the parameter, and --channels-last may change.
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
                     values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         for name in ("scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])

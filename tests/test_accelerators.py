@@ -259,7 +259,12 @@ def test_rank_that_nccl_aborts_is_not_the_cause(ended, nnodes, told):
 
 
 LAST_CLEAN_UP = """
-import atexit, sys
+import atexit, logging.handlers, sys
+kept_lines = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.stdout))
+logging.getLogger().addHandler(kept_lines)
+logging.warning("kept to the end")
+if "fsdp" in sys.argv:
+    import machinery.sharding
 from machinery.processes import Stopped, run_main
 class Mesh:  # stands for one whose threads abort a process that is about to end
     def __del__(self):
@@ -275,19 +280,17 @@ sys.exit(run_main(main))
 
 
 @pytest.mark.parametrize("code", [0, 3, 143])
-@pytest.mark.parametrize("rank", ["", "0"])
-def test_rank_ends_before_the_last_clean_up_of_python(rank, code):
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
     """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
-    environment = os.environ | ({"RANK": rank} if rank else {})
     finished = subprocess.run(
-        [sys.executable, "-c", LAST_CLEAN_UP, str(code)],
+        [sys.executable, "-c", LAST_CLEAN_UP, str(code), mode],
         cwd=ROOT,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    expected = "the task's own\n" + ("" if rank else "cleaned up\n")
+    expected = "the task's own\nkept to the end\n" + ("cleaned up\n" if mode == "ddp" else "")
     assert finished.returncode == code and finished.stdout == expected, finished.stderr
 
 
@@ -309,6 +312,26 @@ def test_deterministic_convolutions_do_not_use_tf32(monkeypatch):
             main(deterministic)
             assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark == benchmark
     assert seen == [(False, False), (True, True)] * 2
+
+
+NEWER_NAMES = """
+import torch
+import machinery.processes
+@machinery.processes.leaves_no_trace
+def main(deterministic):
+    machinery.processes.set_up_device("cpu", deterministic)
+torch.backends.cudnn.conv.fp32_precision = "ieee"
+main(False), main(True)
+print(torch.backends.cudnn.conv.fp32_precision)
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="names of torch 2.9")
+def test_caller_may_have_chosen_the_precision_by_newer_names():
+    finished = subprocess.run(
+        [sys.executable, "-c", NEWER_NAMES], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 0 and finished.stdout == "ieee\n", finished.stderr
 
 
 @pytest.mark.parametrize("used", [False, True])

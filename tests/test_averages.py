@@ -367,3 +367,13 @@ def test_swa_refuses_epochs_whose_average_is_lost(tmp_path):
             {**result.checkpoint(), "step": 3},
             result.folder / "last.pt",
         )
+
+
+def test_network_that_grows_a_buffer_is_not_averaged():
+    """Its tensors would be taken for one another."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    average = common.WeightAverage("ema", net, [])
+    average.after_step(net)
+    net[0].register_buffer("late", torch.full((2,), 7.0))
+    with pytest.raises(ValueError, match="zip"):
+        average.after_step(net)

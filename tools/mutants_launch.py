@@ -287,7 +287,7 @@ for name, old, new in (
     ("deterministic kernels stay", "            torch.use_deterministic_algorithms(strict, warn_only=warn_only)\n", ""),
     ("deterministic kernels come back strict", "(strict, warn_only=warn_only)", "(strict)"),
     ("TF32 stays", "(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)", "(random.getstate, random.setstate)"),
-    ("benchmark stays", '("benchmark", "allow_tf32")', '("allow_tf32",)'),
+    ("benchmark stays", "            torch.backends.cudnn.benchmark = benchmark\n", ""),
     ("Python's generator stays seeded", "    (random.getstate, random.setstate),\n", ""),
     ("numpy's generator stays seeded", "    (np.random.get_state, np.random.set_state),\n", ""),
     ("torch's generator stays seeded", "    (torch.get_rng_state, torch.set_rng_state),\n", ""),
@@ -319,11 +319,15 @@ mutant("launch: an abort is never the cause", "machinery/launch", "{None, 0, LOS
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or {*ended} -", "if {*ended} -",
        "test_rank_that_nccl_aborts_is_not_the_cause")
-mutant("devices: convolutions use TF32", "machinery/processes", "    torch.backends.cudnn.allow_tf32 &= not deterministic\n", "",
+mutant("devices: convolutions use TF32", "machinery/processes", "            torch.backends.cudnn.allow_tf32 = False\n", "            pass\n",
        "test_deterministic_convolutions_do_not_use_tf32")
-mutant("traces: TF32 of convolutions stays off", "machinery/processes", '("benchmark", "allow_tf32")', '("benchmark",)',
+mutant("traces: TF32 of convolutions stays off", "machinery/processes", 'at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)', "pass",
        "test_deterministic_convolutions_do_not_use_tf32")
-LAST = "test_rank_ends_before_the_last_clean_up_of_python"
-mutant("end: Python cleans up after a rank", "machinery/processes", 'if ends and "RANK" in os.environ', "if False", LAST)
-mutant("end: the same for a run without ranks", "machinery/processes", 'if ends and "RANK" in os.environ', "if ends", LAST)
+LAST = "test_rank_of_shards_ends_before_the_last_clean_up_of_python"
+mutant("end: Python cleans up after a rank of shards", "machinery/processes", 'if ends and "machinery.sharding" in sys.modules:', "if False:", LAST)
+mutant("end: every rank leaves so", "machinery/processes", 'if ends and "machinery.sharding" in sys.modules:', "if ends:", LAST)
+mutant("end: what was registered earlier is left out", "machinery/processes", "        logging.shutdown()\n", "", LAST)
+mutant("devices: newer names of the precision", "machinery/processes", "with contextlib.suppress(RuntimeError):", "with contextlib.suppress(KeyError):", "test_caller_may_have_chosen_the_precision_by_newer_names")
+mutant("save: an error that the caller handles is shown", "common", "not in (None, handled):", "is not None:", "test_refused_write_is_not_explained_by_an_older_error")
+mutant("average: another number of buffers", "common", "zip(self.fades, *both, strict=True)", "zip(self.fades, *both)", "test_network_that_grows_a_buffer_is_not_averaged")
 mutant("end: a rank that was stopped is cleaned up", "machinery/processes", "    ends.append(code)\n    return code\n\n\ndef fail", "    return code\n\n\ndef fail", LAST)
