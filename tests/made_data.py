@@ -1,0 +1,65 @@
+"""Make a small data set in the file format of a real one.
+
+python tests/made_data.py boxes FOLDER 96 24    # so many pictures train, and are held out
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from coco import make_boxes, make_people
+from torchvision.io import write_jpeg
+from torchvision.models import get_model
+
+# name: colours of the middle and of the petals, number of petals
+FLOWERS = {
+    "daisy": ((230, 200, 40), (230, 230, 230), 9),
+    "poppy": ((40, 30, 30), (220, 50, 40), 4),
+    "sunflower": ((110, 70, 30), (230, 200, 40), 12),
+}
+
+
+def make_flowers(folder: Path, train: int, val: int, side: int = 72) -> None:
+    """Write JPEG files of one flower on a meadow, one directory per class in train/ and val/."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.arange(side)[:, None] + 0.5, torch.arange(side + 8) + 0.5
+    meadow = torch.tensor([60.0, 120.0, 50.0])[:, None, None]
+    for part, count in (("train", train), ("val", val)):
+        for i in range(count):
+            name = [*FLOWERS][i % len(FLOWERS)]
+            middle, petals, number = FLOWERS[name]
+            x, y, size, turn = torch.rand(4, generator=generator).tolist()
+            x, y, size = (
+                side * (0.35 + 0.3 * x),
+                side * (0.35 + 0.3 * y),
+                side * (0.2 + 0.15 * size),
+            )
+            far, angle = torch.hypot(columns - x, rows - y), torch.atan2(rows - y, columns - x)
+            edge = size * (0.6 + 0.4 * (number * (angle + 7 * turn)).cos().abs())
+            picture = torch.where(far < edge, torch.tensor(petals)[:, None, None], meadow)
+            picture = torch.where(far < 0.35 * size, torch.tensor(middle)[:, None, None], picture)
+            light = 0.5 + 0.5 * torch.rand(3, 1, 1, generator=generator)
+            noise = 40 * torch.randn(picture.shape, generator=generator)
+            path = folder / part / name / f"{i:04}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_jpeg((picture * light + noise).clamp(0, 255).byte(), str(path))
+
+
+def make_weights(path: Path) -> None:
+    """Write the weights of a ResNet-18 with 1000 classes, as it is before any training."""
+    torch.manual_seed(0)
+    torch.save(get_model("resnet18").state_dict(), path)
+
+
+KINDS = {"boxes": make_boxes, "people": make_people, "flowers": make_flowers}
+
+
+def main(kind: str, folder: str, *counts: str) -> None:
+    if kind == "weights":
+        make_weights(Path(folder))
+    else:
+        KINDS[kind](Path(folder), *map(int, counts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
