@@ -15,6 +15,7 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | 
 MADE = [name for name, text in SECTIONS.items() if "```console" in text]
 SMALLER = {"--epochs": "3", "--batch-size": "6", "--workers": "0"}
 SMALLER |= {"--device": "cpu", "--image-size": "64"}
+CLEARLY = {"AP50": 0.15, "recall": 0.5, "pck": 0.5, "top1": 0.7}  # more than chance
 
 
 def commands_of(text, kind):
@@ -85,10 +86,10 @@ def test_command_for_made_data_reaches_what_the_page_says(name, tmp_path):
             found = launch(command, tmp_path / str(len(line)), **{"--device": "cpu"}).eval_lines()
             wanted = {k: float(v) for k, v in re.findall(r"(\w+) ([\d.]+)(?=  )", shown)}
             assert len(wanted) >= 3
-            for metric in wanted.keys() & {"AP50", "recall", "pck", "top1"}:
-                best = max(entry[metric] for entry in found)
-                assert best == pytest.approx(wanted[metric], rel=0.3), (line, metric)
-                assert best > 0.2
+            for metric in wanted.keys() & CLEARLY.keys():
+                # Another processor rounds in another way, and a small set makes that visible.
+                assert found[-1][metric] == pytest.approx(wanted[metric], rel=0.4), (line, metric)
+                assert found[-1][metric] > CLEARLY[metric]
 
 
 @pytest.mark.long
