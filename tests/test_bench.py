@@ -134,6 +134,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         "--modes",
         "single",
         "ddp",
+        "fsdp",
         "--nproc",
         2,
         "--device",
@@ -155,7 +156,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     assert (tmp_path / "ratios.svg").read_bytes().startswith(b"<?xml")
 
     result = json.loads((tmp_path / "all.json").read_text())
-    single, ddp = result["rows"]
+    single, ddp, fsdp = result["rows"]
     names = {
         "workload",
         "mode",
@@ -179,7 +180,9 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         "syncs",
     }
     assert single.keys() == names | {"efficiency"} and ddp.keys() == names | {"check"}
-    for row in (single, ddp):
+    assert fsdp.keys() == names and fsdp["bytes_formula"] == 1.5 * ddp["bytes_formula"]
+    assert 1.2 < fsdp["bytes_sent"] / fsdp["bytes_formula"] < 1.5, "gloo sums whole gradients"
+    for row in (single, ddp, fsdp):
         assert (
             0.02 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"] < 50
             and 100 < row["peak_mib"] < 10_000
@@ -198,7 +201,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     assert all(value > 0 for value in (*ddp["check"].values(), *result["start_up"].values()))
     assert [of["tree"] >= of["ring"] > 0 for of in single["efficiency"]] == [True] * 10
     table = [line for line in finished.stdout.splitlines() if line.startswith("| digitnet | ")]
-    assert len(table) == 3 and f"**{ddp['ratio']:.3f}**" in table[1]
+    assert len(table) == 4 and f"**{ddp['ratio']:.3f}**" in table[1]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +273,7 @@ class Processes:
 
 def measure(monkeypatch, tmp_path, mode, ranks, processes=None, **settings):
     args = Namespace(
-        nproc=len(ranks) if mode == "ddp" else 3,
+        nproc=len(ranks) if mode in ("ddp", "fsdp") else 3,
         kind="cpu",
         bandwidth=10,
         latency=1000.0,
@@ -357,6 +360,19 @@ def test_row_of_several_processes(monkeypatch, tmp_path):
     )
     predicted = 0.15 + 2 * 3 / 4 * 4e6 / bandwidth + 2 * 3 * (0.004 / 6)
     assert check["predicted"] == pytest.approx(predicted, rel=1e-12) and check["measured"] == 0.2
+
+
+def test_ranks_of_shards_send_half_an_all_reduce_more(monkeypatch, tmp_path):
+    row = measure(monkeypatch, tmp_path, "fsdp", [found(seconds=TURNS)] * 4)
+    assert row["devices"] == 4 and row["bytes_formula"] == pytest.approx(3 * 3 / 4 * 4e6)
+    assert "check" not in row
+
+
+def test_images_of_the_bench_are_augmented_in_training_alone(tmp_path):
+    (tmp_path / "images.py").write_text(bench.IMAGES)
+    module = machinery.tasks.load_module(tmp_path / "images.py")
+    train, held_out = module.build_datasets(make_args("single"))
+    assert len(train) == 10_000 and len(held_out) == 128 and train.flip and not held_out.flip
 
 
 def test_accelerator_sends_what_nobody_counts(monkeypatch, tmp_path):
@@ -549,6 +565,10 @@ def test_table_shows_each_row_and_its_share_of_one_device(monkeypatch, capsys, t
         monkeypatch,
         capsys,
         rows,
+        "--modes",
+        "single",
+        "dp",
+        "ddp",
         "--nproc",
         "2",
         "--json",

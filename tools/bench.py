@@ -41,15 +41,17 @@ from machinery.options import Parser, filled, number, parse_args
 from machinery.processes import FAILED, LOST, Stopped, resolve_device_type, run_main
 from machinery.rendezvous import stay_on_this_machine
 from machinery.run import Run
+from machinery.sharding import mesh_of_ranks, shard
 from machinery.stand_ins import WithLoss, data_parallel
-from machinery.tasks import load_task
+from machinery.tasks import build_net, load_task
 
 SETTLE = 2  # steps at the start of each window that are not timed
 LARGE = 2**20  # numbers in the all-reduce that shows the bandwidth: 4 MiB
 DEVICES = [2**i for i in range(3, 13)]  # of the prediction
 CORES, THREADS = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
 OF_WORKERS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE"]
-MODES = ["single", "dp", "ddp"]
+MODES = ["single", "dp", "ddp", "fsdp"]
+RANKS = ["ddp", "fsdp"]  # a process for each device
 IN_MEMORY = "--dataset cifar10 --data-dir {folder} --task {folder}/images.py --batch-size 128"
 WORKLOADS = {
     "digitnet": "--dataset digits --batch-size 64",
@@ -61,7 +63,7 @@ IMAGES = """from task import *
 def build_datasets(args):
     images = torch.randint(0, 256, (10_000, 3, 32, 32), dtype=torch.uint8)
     labels = torch.arange(10_000) % 10
-    train_set = ImagesInMemory(images, labels, shift=4, flip=True, seed=args.seed)
+    train_set = ImagesInMemory(images, labels, shift=4, flip=True)
     return train_set, ImagesInMemory(images[:128], labels[:128])
 """  # a task: noise, held in memory and augmented as CIFAR-10 is
 BARE_START = """import torch
@@ -127,7 +129,7 @@ def take_turns(
     found = {"device": device.type, "batch_size": run.args.batch_size, "syncs": None}
     # Before there is a second network:
     found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    found["gradient_bytes"] = sum(p.numel() * p.element_size() for p in trained)
+    found["gradient_bytes"] = sum(p.numel() * p.element_size() for p in trained)  # of the whole
     batch = next(batches)
     loops = {"bare": bare_step(mode, run, *batch)}
     if mode == "ddp":
@@ -160,7 +162,12 @@ def take_turns(
 
 def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], None]:
     """Return one step of a loop that cannot be shorter, on a copy of the network."""
-    args, task, net = run.args, load_task(run.args), copy.deepcopy(run.state.net)
+    args, task = run.args, load_task(run.args)
+    if mode == "fsdp":  # a sharded network cannot be copied
+        net = build_net(args, task, run.device)
+        shard(net, task.shard_modules(net), mesh_of_ranks(run.device, args.shard_size), args.amp)
+    else:
+        net = copy.deepcopy(run.state.net)
     lr = run.state.optimizer.param_groups[0]["lr"]
     optimizer = build_optimizer(
         net, args.optimizer, lr, args.momentum, args.weight_decay, args.nesterov
@@ -234,7 +241,7 @@ def measure(
     Speeds in images/s of all devices together, times in seconds a step, sizes in bytes or MiB.
     """
     devices = 1 if mode == "single" else args.nproc
-    n = args.nproc if mode == "ddp" else 1  # processes
+    n = args.nproc if mode in RANKS else 1  # processes
     threads = THREADS or str(max(1, CORES // n))  # as run.sh does
     values = [str(n), str(n), str(os.getpid()), str(folder / "meeting")]
     os.environ.update(zip(OF_WORKERS, values), OMP_NUM_THREADS=threads)
@@ -268,7 +275,8 @@ def measure(
     row |= {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
     row["peak_mib"] = max(rank["peak_mib"] for rank in ranks)
     gradient_bytes = row["gradient_bytes"]
-    row["bytes_formula"] = ring_bytes(gradient_bytes, n)
+    # fsdp sends half an all-reduce more: twice it collects the parameters.
+    row["bytes_formula"] = ring_bytes(gradient_bytes, n) * (1.5 if mode == "fsdp" else 1)
     row["bytes_sent"] = mean(rank["bytes_sent"] for rank in ranks) if args.kind == "cpu" else None
     if mode == "single":
         link = args.bandwidth * 1e9, args.latency * 1e-6
@@ -276,7 +284,7 @@ def measure(
         row["efficiency"] = [
             {name: middle["bare"] / time for name, time in of.items()} for of in times
         ]
-    if n > 1:
+    if n > 1 and mode == "ddp":
         bandwidth = ring_bytes(4 * LARGE, n) / max(middle["many"] - middle["few"], 1e-9)
         link = {"bandwidth": bandwidth, "latency": middle["few"] / (2 * n - 2)}
         predicted = predict(middle["alone"], gradient_bytes, n, **link)["ring"]
@@ -367,7 +375,7 @@ def parse(argv: list[str] | None) -> Namespace:
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"networks and data ({default})")
     add("--modes", nargs="+", choices=MODES, default=MODES, help="scripts to measure")
     default = "default: all accelerators, or 2 on CPU"
-    add("--nproc", type=device, metavar="N", help=f"devices of dp and ddp ({default})")
+    add("--nproc", type=device, metavar="N", help=f"devices of dp, ddp and fsdp ({default})")
     default = "auto takes the accelerator if there is one"
     add("--device", default="auto", metavar="auto|cpu|cuda|...", help=default)
     where = "images for imagefolder, under train/ and val/"
@@ -402,7 +410,7 @@ def command_of(args: Namespace, workload: str, mode: str, folder: str) -> list[s
     words += " --replicas {nproc}" * (mode == "dp")
     words += " --data-dir {data_dir}" * (workload == "imagefolder")
     argv = [word.format(folder=folder, **vars(args)) for word in words.split()]
-    parse_args(mode, argv, args.nproc if mode == "ddp" else 1)
+    parse_args(mode, argv, args.nproc if mode in RANKS else 1)
     return argv
 
 
