@@ -347,7 +347,8 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
         group["lr"] = float(group["lr"]) * factor  # a task may have set a tensor
 
 
-# A schedule returns learning rate / peak at a global step from `start`, where the warm-up ends, to
+# To add a schedule, write a function and name it in SCHEDULES; if it reads `marks`, in USE_MARKS
+# too. It returns learning rate / peak at a global step from `start`, where the warm-up ends, to
 # `end`, where the run ends.
 # `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle. `low` is the
 # factor of a drop, lowest / highest rate of a cycle (both --step-gamma), or last / highest rate

@@ -147,7 +147,7 @@ class GlobalBatchSampler(Sampler):
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
             micro_batches = batch.tensor_split(self.accum_steps)
             slices = [m.tensor_split(self.world_size)[self.rank] for m in micro_batches]
-            yield self.epoch, torch.cat(slices).tolist()
+            yield self.epoch, torch.cat(slices).tolist()  # to KeyedDataset.__getitems__, as it is
 
     def _order(self, generator: torch.Generator) -> Tensor:
         if not self.balanced:

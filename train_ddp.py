@@ -37,14 +37,14 @@ def train_one_epoch(
             loss = losses.sum() * (dist.get_world_size() / args.batch_size)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
+        state.scaler.unscale_(state.optimizer)  # gives the true gradient and its norm
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)
+        run.end_step(state.scaler.norm)  # counts, logs, agrees with all ranks on a stop
 
 
 @torch.no_grad()
@@ -77,12 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
-    val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
+    val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no padding
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
-    # After the loaders: they fork workers, and to fork beside communication threads may hang.
+    # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
     schedule = {"schedule": args.schedule, "epochs": args.epochs}
     schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}

@@ -30,14 +30,14 @@ def train_one_epoch(
             loss = values["loss"].sum() / args.batch_size
             state.scaler.scale(loss).backward()
             run.meter.add(**values)
-        state.scaler.unscale_(state.optimizer)  # clipping needs the true gradient
+        state.scaler.unscale_(state.optimizer)  # gives the true gradient and its norm
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)
+        run.end_step(state.scaler.norm)  # counts, logs, agrees with all ranks on a stop
 
 
 @torch.no_grad()

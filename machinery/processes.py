@@ -28,9 +28,9 @@ import torch.distributed as dist
 from common import UsageError, print0
 from sampling import own_cores
 
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
 # They stop a run at the next step; after saving it ends with this exit code. Of two the later in
 # this list wins.
-DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
 # A rank raises this when another rank is gone. A lost connection of the task itself differs.
 LOST_CONNECTION = re.compile(
