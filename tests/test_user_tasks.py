@@ -75,7 +75,11 @@ def test_a_loss_that_is_not_one_number_a_sample_is_refused(loss):
         common.Meter(torch.device("cpu")).add(top1=torch.ones(4), loss=loss)
 
 
-@pytest.mark.parametrize("name", ["loss", "count", "event", "epoch", "global_step", 5])
+USED = ["loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s", "grad_norm"]
+USED += ["skipped", "data_wait", "train_s", "eval_s", "save_s"]
+
+
+@pytest.mark.parametrize("name", [*USED, 5])
 def test_names_that_the_log_uses_itself_are_no_metrics(name):
     args = make_args()
     task = machinery.tasks.load_task(args)
