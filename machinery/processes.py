@@ -166,7 +166,7 @@ def run_main(main: Callable[[], int]) -> int:
     global _ends_with_run
     _ends_with_run = True
     ends: list[int] = []
-    atexit.register(leave_mesh, ends)
+    atexit.register(end_process, ends)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
@@ -214,11 +214,11 @@ def fail(error: BaseException) -> int:
     leave(FAILED if launched else 1)
 
 
-def leave_mesh(ends: list[int]) -> None:
-    """End a rank of fsdp before Python's last clean-up, if `ends` holds its exit code.
-
-    A device mesh keeps gloo's threads alive, and they may abort that clean-up.
-    """
+def end_process(ends: list[int]) -> None:
+    """Prepare Python's last clean-up, or leave before it; `ends` holds the exit code of a run."""
+    for number in SIGNALS:  # that clean-up takes away the handlers: a late signal would kill
+        signal.signal(number, signal.SIG_IGN)
+    # A device mesh keeps gloo's threads alive, and they may abort the clean-up.
     if ends and "machinery.sharding" in sys.modules:
         # What Python itself has registered with atexit stood before, and would come later.
         weakref.finalize._exitfunc()

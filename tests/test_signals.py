@@ -524,3 +524,23 @@ def test_signal_for_a_rank_that_has_just_ended_is_no_error(monkeypatch):
         assert (code, cause) == (0, "") and received == [signal.SIGTERM]
         other.kill()
         assert other.wait() == -signal.SIGKILL, "and not -SIGTERM"
+
+
+LATE = """
+import os, signal, sys
+from machinery.processes import run_main
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
+        kill(pid, number)
+kept = Late()
+sys.exit(run_main(lambda: 0))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
+def test_signal_in_pythons_last_clean_up_is_too_late(number):
+    """The run is done, and its code is 0; Python has already taken its handlers away."""
+    finished = subprocess.run(
+        [sys.executable, "-c", LATE, str(int(number))], cwd=ROOT, capture_output=True, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr

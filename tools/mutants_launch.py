@@ -323,6 +323,8 @@ mutant("devices: convolutions use TF32", "machinery/processes", "            tor
        "test_deterministic_convolutions_do_not_use_tf32")
 mutant("traces: TF32 of convolutions stays off", "machinery/processes", 'at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)', "pass",
        "test_deterministic_convolutions_do_not_use_tf32")
+mutant("end: a late signal kills", "machinery/processes", "        signal.signal(number, signal.SIG_IGN)\n    # A device", "        pass\n    # A device",
+       "test_signal_in_pythons_last_clean_up_is_too_late")
 LAST = "test_rank_of_shards_ends_before_the_last_clean_up_of_python"
 mutant("end: Python cleans up after a rank of shards", "machinery/processes", 'if ends and "machinery.sharding" in sys.modules:', "if False:", LAST)
 mutant("end: every rank leaves so", "machinery/processes", 'if ends and "machinery.sharding" in sys.modules:', "if ends:", LAST)
