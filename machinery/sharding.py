@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from common import autocast, to_device
 
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.LayerNorm, nn.GroupNorm)
+
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     """Return all ranks in one row, or in rows of `shard_size`: each row holds the whole network."""
@@ -27,8 +29,14 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh, amp: str) 
     Before the forward and the backward of a module the ranks collect its parameters, and forget
     them afterwards. With --amp bf16 they travel as bf16, and the gradients as float32.
     """
-    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    policy = MixedPrecisionPolicy(**half if amp == "bf16" else {}, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if amp == "bf16":
+        # Norms stay in float32: torch refuses bf16 weights beside float32 inputs or statistics.
+        for norm in [module for module in net.modules() if isinstance(module, NORMS)]:
+            if [*norm.parameters()]:
+                fully_shard(norm, mesh=mesh, mp_policy=policy)
+        half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        policy = MixedPrecisionPolicy(**half, cast_forward_inputs=False)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     # What is left is small, and the backward needs it next.

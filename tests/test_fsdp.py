@@ -126,6 +126,33 @@ def make_nan(losses, k):
     return losses * (float("nan") if k == 3 and os.environ["RANK"] == "1" else 1.0)
 
 
+NORM_NETS = """
+import torch
+from torch import nn
+from pit_models import build_datasets, per_sample_loss, per_sample_metrics
+class Net(nn.Sequential):
+    def forward(self, images):
+        return super().forward(images.flatten(1).float() / 90 - 0.8)
+def build_model(args):
+    norm = nn.BatchNorm1d(32, momentum=None) if args.model == "batch" else nn.LayerNorm(32)
+    return Net(nn.LayerNorm(64), nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
+"""
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_norms_keep_float32_weights_in_bf16(norm, tmp_path, monkeypatch):
+    """Their inputs or statistics are float32, beside which torch refuses weights in bf16."""
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "norms.py").write_text(NORM_NETS)
+    argv = [str(tmp_path / "norms.py") if part == BASE[1] else part for part in BASE]
+    argv[argv.index("float64")] = "float32"
+    argv += ["--amp", "bf16", "--model", norm, "--average", "ema"]
+    shards, ranks = (train(mode, 2, *argv, folder=tmp_path / mode) for mode in ("fsdp", "ddp"))
+    assert shards.code == ranks.code == 0 and not shards.err, shards.err
+    for line, wanted in zip(shards.eval_lines(), ranks.eval_lines(), strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+
+
 # ------------------------------------------------------------------------------------ what is cut
 
 

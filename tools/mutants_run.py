@@ -356,6 +356,8 @@ mutant("fsdp: rows of another size", "machinery/sharding", "shape = (world_size 
 mutant("fsdp: what shares a weight is sharded alone", "machinery/tasks", "not container and not shared", "not container", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a list is sharded", "machinery/tasks", "not container and not shared", "not shared", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: the lowest modules", "machinery/tasks", "fits = 8 * size <= total or not", "fits = not", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: norms in bf16", "machinery/sharding", "if isinstance(module, NORMS)]", "if False]", "test_norms_keep_float32_weights_in_bf16[batch]")
+mutant("fsdp: LayerNorm in bf16", "machinery/sharding", "_BatchNorm, nn.LayerNorm, nn.GroupNorm)", "_BatchNorm,)", "test_norms_keep_float32_weights_in_bf16[layer]")
 mutant("fsdp: a norm is sharded", "machinery/tasks", "or all(p.dim() < 2 for p in module.parameters())", "", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: small modules too", "machinery/tasks", "256 * size < total or", "", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
