@@ -738,9 +738,8 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
             os.fsync(file.fileno())  # the data must be on the disk before the name points to it
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        first: BaseException = (
-            error  # torch goes on after a refused write, and reports what follows
-        )
+        # torch goes on after a refused write, and reports what follows from it.
+        first: BaseException = error
         while first.__context__ not in (None, handled):
             first = first.__context__
         reason = str(first if isinstance(first, OSError) else error).splitlines()[0]

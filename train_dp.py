@@ -37,7 +37,7 @@ def train_one_epoch(
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)  # counts, logs, agrees with all ranks on a stop
+        run.end_step(state.scaler.norm)  # counts, logs, saves and ends after a signal
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def train_one_epoch(
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)  # counts, logs, agrees with all ranks on a stop
+        run.end_step(state.scaler.norm)  # counts, logs, saves and ends after a signal
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     net = build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
     average = common.build_average(args.average, net, args.swa_start, **schedule)
-    mesh = mesh_of_ranks(device, args.shard_size)  # of --shard-size ranks each has a part
+    mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps its part of each parameter. A module collects the whole of its own
     # for its forward and its backward. The optimizer comes later: it must see the parts.
     for network in [net, *average.children()]:
