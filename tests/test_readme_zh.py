@@ -78,7 +78,7 @@ def test_both_languages_state_the_same_facts():
         ("`--sync-bn`", "--sync-bn"),
         ("`--save-every N`", "`--save-each N`"),
         ("2.15", "2.1"),
-        ("8/7", "7/8"),
+        ("1,797", "1,979"),
         ("(docs/hang.md)", "(docs/speed.md)"),
         ("--epochs 3", "--epochs 4"),
         ("**", ""),
