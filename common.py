@@ -226,7 +226,8 @@ def freeze(net: nn.Module, patterns: list[str]) -> None:
         parameters[name].requires_grad_(False)
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     if frozen == len(parameters):
-        raise UsageError(f"--freeze {' '.join(patterns)}: nothing is left to train")
+        option = f"--freeze {' '.join(patterns)}" if patterns else "the model"
+        raise UsageError(f"{option}: every parameter is frozen, nothing is left to train")
     if frozen:
         print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
 
@@ -271,7 +272,7 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     `weights` is a state dict or a checkpoint that holds one. If it holds an average of the
     weights, that is loaded: it is what was evaluated. Raises UsageError if nothing fits.
     """
-    own = net.state_dict()
+    own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     weights = weights if isinstance(weights, dict) else {}
     average = weights.get("average")
     if isinstance(average, dict) and average.get("n_averaged", 0) > 0:
@@ -299,7 +300,8 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     net.load_state_dict(fits, strict=False)
     print0(f"weights: {len(fits)} of the model's {len(own)} tensors are from {source}")
     for name in [name for name in own if name not in fits]:
-        found = f"{list(shapes[name])} in the file" if shapes.get(name) else "not in the file"
+        absent = shapes.get(name) is None
+        found = "not in the file" if absent else f"{list(shapes[name])} in the file"
         print0(f"weights: not loaded: {name} {list(own[name].shape)}, {found}")
     if extra := [name for name in given if name not in own]:
         print0(f"weights: not in the model: {', '.join(extra)}")
@@ -584,10 +586,11 @@ def swa_epochs(
         return [*found]
     cycle = next(iter(step_epochs), max(1, epochs - warmup_epochs))
 
-    def cycles(epoch: int) -> int:  # that are complete at the end of this epoch
-        return max(0, math.floor((epoch - warmup_epochs) / cycle))
+    def ends_cycle(epoch: int) -> bool:  # not in the middle of a step's rise or fall
+        cycles = (epoch - warmup_epochs) / cycle
+        return cycles > 0.5 and abs(cycles - round(cycles)) < 1e-9
 
-    return [epoch for epoch in found if cycles(epoch) > cycles(epoch - 1)]
+    return [epoch for epoch in found if ends_cycle(epoch)]
 
 
 def build_average(
@@ -652,12 +655,14 @@ class Meter:
         first = next(iter(values.values()))
         for name, value in values.items():
             if isinstance(value, list) and len(value) == len(first):
-                plain = [v.cpu() if isinstance(v, Tensor) else v for v in value]
+                # A view would be sent to rank 0 with all of its memory.
+                plain = [v.detach().cpu().clone() if isinstance(v, Tensor) else v for v in value]
                 self.lists.setdefault(name, []).append(plain)
                 continue
             if not isinstance(value, Tensor) or value.dim() != 1 or value.shape != first.shape:
                 kind = type(value).__name__
                 found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else kind
+                found += f" of {len(value)}" if isinstance(value, list) else ""
                 raise ValueError(f"{name} must be one number per sample, shape [n], got {found}")
             self.sums[name] = self.sums.get(name, 0) + value.detach().sum(dtype=self.dtype)
         self.count += len(first)
@@ -679,7 +684,10 @@ class Meter:
             found = None
             if get_rank() == 0:
                 found = function({name: in_order(ranks, name) for name in self.lists})
-            means |= {name: float(value) for name, value in broadcast_object(found).items()}
+            found = broadcast_object(found)
+            if both := ", ".join(found.keys() & means.keys()):
+                raise ValueError(f"dataset_metrics and per_sample_metrics both return {both}")
+            means |= {name: float(value) for name, value in found.items()}
         return {**means, "count": int(count)}
 
     def sums_of_ranks(self) -> dict[str, list[float]]:
@@ -706,7 +714,7 @@ class Meter:
 
     def _check_names(self, names: Iterable[str]) -> None:
         if only := ", ".join(sorted({*names} ^ {*self.sums, *self.lists})):
-            problem = "per_sample_metrics must return the same names for every batch"
+            problem = "the metrics must have the same names for every batch"
             raise ValueError(f"{problem}; only some batches have {only}")
 
     def _sums(self) -> tuple[list[str], Tensor]:

@@ -357,7 +357,9 @@ def torchvision_model(args: argparse.Namespace, channels: int, classes: int) -> 
     model = models.get_model(args.model, weights=None, num_classes=classes, **options)
     if args.weights == "default":
         weights = models.get_model_weights(args.model).DEFAULT
-        load_weights(model, weights.get_state_dict(check_hash=True), "--weights default")
+        with file_lock(torch.hub.get_dir()):
+            found = weights.get_state_dict(check_hash=True)
+        load_weights(model, found, "--weights default")
     return model
 
 

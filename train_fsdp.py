@@ -69,12 +69,14 @@ def evaluate(
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("fsdp", argv)
-    check_run(args)  # tries task, model and checkpoint in a child process
     rank, local_rank, world_size = ranks_from_env()  # of torchrun, run.sh or srun
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
     task = load_task(args)
-
     train_set, val_set = task.build_datasets(args)
+    net = build_net(args, task)  # from --seed or --weights
+    check_run(args, task, train_set, val_set, net)  # a child process tries a few samples
+    net.to(device)
+
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
@@ -88,7 +90,6 @@ def main(argv: list[str] | None = None) -> int:
     schedule = {"schedule": args.schedule, "epochs": args.epochs}
     schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
-    net = build_net(args, task, device)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
     average = common.build_average(args.average, net, args.swa_start, **schedule)
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy

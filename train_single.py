@@ -60,11 +60,13 @@ def evaluate(
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("single", argv)
-    check_run(args)  # tries task, model and checkpoint in a child process
     device = set_up_device(args.device, args.deterministic)
     task = load_task(args)
-
     train_set, val_set = task.build_datasets(args)
+    net = build_net(args, task)  # from --seed or --weights
+    check_run(args, task, train_set, val_set, net)  # a child process tries a few samples
+    net.to(device)
+
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
@@ -76,7 +78,6 @@ def main(argv: list[str] | None = None) -> int:
     schedule = {"schedule": args.schedule, "epochs": args.epochs}
     schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
-    net = build_net(args, task, device)
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     average = common.build_average(args.average, net, args.swa_start, **schedule)

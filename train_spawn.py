@@ -70,8 +70,11 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     world_size = args.nnodes * args.nproc
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
     task = load_task(args)
-
     train_set, val_set = task.build_datasets(args)
+    net = build_net(args, task)  # from --seed or --weights
+    check_run(args, task, train_set, val_set, net)  # a child process tries a few samples
+    net.to(device)
+
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
@@ -85,7 +88,6 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     schedule = {"schedule": args.schedule, "epochs": args.epochs}
     schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
     schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
-    net = build_net(args, task, device)
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
@@ -123,7 +125,6 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("spawn", argv)
-    check_run(args)  # tries task, model and checkpoint in a child process
     with workers_meet_at(args) as init_method:
         arguments = (worker, args, init_method)
         context = mp.spawn(run_worker, arguments, nprocs=args.nproc, join=False)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import inspect
 import io
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,58 +19,63 @@ from common import UsageError
 from machinery.files import find_checkpoint
 from machinery.options import refuse
 from machinery.processes import resolve_device_type
-from machinery.rendezvous import check_address
-from machinery.tasks import Task, blame, build_net, load_task
+from machinery.tasks import RESERVED, Task, blame
 from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, leave_signals_to_parent
 
-# Names in a line of metrics.jsonl that are no metric.
-RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
-RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
+_given: tuple = ()  # set in the child process
 
 
-def check_run(args: argparse.Namespace) -> None:
-    """Raise UsageError if the task, a data set, the model or the checkpoint is wrong.
+def check_run(
+    args: argparse.Namespace, task: Task, train_set: Dataset, val_set: Dataset, net: nn.Module
+) -> None:
+    """Raise UsageError if the data sets, the model, the task or the checkpoint is wrong.
 
-    A forked child looks, so that nothing of it is left here: no random number drawn, no state of
-    the task, no thread.
+    `net` is on the CPU. A forked child looks, so that nothing of it is left here: no random number
+    drawn, no state of the task, no thread.
     """
-    torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it ends the other ranks if one is wrong
-    if "LAUNCH_PID" in os.environ or (torchrun and os.environ.get("LOCAL_RANK", "0") != "0"):
-        return  # the launcher did it, or the first rank of this machine does it
+    together = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    if together and os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # the first rank of this machine looks; the launcher ends the others with it
     on_cpu = resolve_device_type(args.device) == "cpu"  # a forked child cannot ask
+    given = (args, task, train_set, val_set, net, on_cpu)
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, context, leave_signals_to_parent) as pool:
+    with ProcessPoolExecutor(1, context, become_child, given) as pool:
         try:
-            pool.submit(check, args, on_cpu).result()
+            pool.submit(check_given).result()
         except UsageError as error:
             # A task that uses the accelerator by itself cannot do so in a fork.
             if "forked subprocess" not in str(error):
                 raise
 
 
-def check(args: argparse.Namespace, on_cpu: bool) -> None:
-    """Build all that a run builds, and send a few samples through it, on the CPU."""
+def become_child(*given: Any) -> None:
+    """Keep what the fork has brought along: none of it is copied through a pipe."""
+    global _given
+    leave_signals_to_parent()
     torch.set_num_threads(1)  # a fork does not have the threads of its parent
-    if getattr(args, "dist_url", None):
-        url, option = urlsplit(args.dist_url), f"--dist-url {args.dist_url}"
-        with blame(option):
-            check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)
-    if args.tensorboard:
-        with blame("--tensorboard needs the package tensorboard"):
-            importlib.import_module("torch.utils.tensorboard")
-    task = load_task(args)
+    _given = given
+
+
+def check_given() -> None:
+    check(*_given)
+
+
+def check(
+    args: argparse.Namespace,
+    task: Task,
+    train_set: Dataset,
+    val_set: Dataset,
+    net: nn.Module,
+    on_cpu: bool,
+) -> None:
+    """Send a few samples through all that a run has built, on the CPU."""
     with blame(f"--task {args.task}: build_datasets", args.task):
-        train_set, val_set = task.build_datasets(args)
         length = len(train_set)
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {args.task}: set_epoch of a data set is not called; {advice}")
         batch_size = ShardSampler(len(val_set), args.eval_batch_size).batch_size
     GlobalBatchSampler(train_set, args.batch_size, args.seed, balanced=args.balanced)
-    default = " with --weights default" if args.weights == "default" else ""
-    silent = contextlib.redirect_stdout(io.StringIO())  # the run prints it
-    with silent, blame(f"--task {args.task}: build_model{default}", args.task):
-        net = build_net(args, task, torch.device("cpu"))
     where = f"--task {args.task}: build_optimizer"
     with blame(where, args.task):
         optimizer = task.build_optimizer(args, net)
@@ -85,6 +88,9 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
         if not trained <= parts <= {id(p) for p in net.parameters()}:
             wanted = "every parameter of the model that trains, and no other; see also --freeze"
             raise UsageError(f"{where}: the groups must hold {wanted}")
+        for parameter in net.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
         torch.save(optimizer.state_dict(), file := io.BytesIO())
         file.seek(0)
         torch.load(file, weights_only=True)  # else no run could go on
@@ -104,6 +110,9 @@ def check(args: argparse.Namespace, on_cpu: bool) -> None:
         check_samples(args, task, net, val_set, indices, on_cpu, meter)
     unknown = args.best not in (None, *meter.sums) and meter.count and not task.dataset_metrics
     refuse(unknown, f"--best {args.best}: no such metric; use one of {', '.join(meter.sums)}")
+    lists = "" if task.dataset_metrics else ", ".join(meter.lists)
+    advice = "without a function of this name in the task nobody uses them"
+    refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
 
 
 @torch.no_grad()
@@ -140,7 +149,7 @@ def check_samples(
         if len(losses) != len(indices):
             raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
     function = task.train_metrics if net.training else task.per_sample_metrics
-    name = task.train_metrics.__name__ if net.training else "per_sample_metrics"
+    name = "train_metrics" if net.training else "per_sample_metrics"
     where = f"--task {args.task}: {name}"
     with blame(where, args.task):
         metrics = function(outputs, targets)

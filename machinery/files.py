@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
-from machinery.options import EVALUATED, MAY_CHANGE, TASK, keys, refuse
+from machinery.options import EVALUATED, MAY_CHANGE, TASK, declared, keys, refuse
 from machinery.processes import at_end, attempt
 
 # ------------------------------------------------------------------------- finding the checkpoint
@@ -53,11 +53,14 @@ def find_checkpoint(
             problem = f"no last.pt in {directory}, but {others[0].name}"
             raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
     if not path:
-        nothing = args.eval_only and not args.weights
+        nothing = args.eval_only and args.resume
         refuse(nothing, f"--resume auto: no checkpoint in {directory} to evaluate")
         return None, None
     checkpoint = load_checkpoint(path)
-    check_config(args, checkpoint["config"], path)
+    config = checkpoint["config"]
+    if checkpoint["best"] is None and isinstance(config, dict):
+        config = config | {"best": args.best}  # no score yet: it may be another one
+    check_config(args, config, path)
     if not args.eval_only:
         check_average(args, checkpoint, path)
         before = checkpoint["samples"]
@@ -69,8 +72,11 @@ def find_checkpoint(
 
 def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
     """Raise UsageError if an option would silently make it another run."""
-    fixed = keys(EVALUATED) if args.eval_only else vars(args).keys() - keys(MAY_CHANGE)
-    for name, now in vars(args).items():
+    given = declared(args)
+    fixed = given.keys() - keys(MAY_CHANGE)
+    if args.eval_only:
+        fixed = keys(EVALUATED) | {*args.task_options}
+    for name, now in given.items():
         then = config.get(name, now)
         if name == "task":
             then, now = Path(then).name, Path(now).name

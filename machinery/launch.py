@@ -29,11 +29,11 @@ if __name__ == "__main__":
 
 import torch.multiprocessing as mp
 
-from machinery.check import check_run
 from machinery.files import output_directory
 from machinery.options import parse_args
 from machinery.processes import FAILED, LOST, SIGNALS, handle_signals, run_main, tell
 from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
+from machinery.tasks import blame
 from sampling import end_with_parent
 
 RESTARTS = 3  # after a failure, on one machine; between several nobody coordinates a restart
@@ -66,7 +66,7 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
         ended = codes()
         if any(ended):
             deadline = min(deadline, time.monotonic() + GRACE)
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or 2 in ended:  # 2: bad input, before the ranks have met
             break
     for process, code in zip(processes, ended):
         if code is None:
@@ -116,7 +116,10 @@ def workers_meet_at(args: argparse.Namespace) -> Iterator[str]:
     os.environ["LAUNCH_PID"] = str(os.getpid())
     with tempfile.TemporaryDirectory() as directory:
         if args.dist_url:
-            use_interface_to(urlsplit(args.dist_url).hostname)
+            url, option = urlsplit(args.dist_url), f"--dist-url {args.dist_url}"
+            with blame(option):  # a port above 65535
+                check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)
+            use_interface_to(url.hostname)
             tell_place(args, args.dist_url)
             yield args.dist_url
         else:
@@ -186,7 +189,6 @@ def main() -> int:
     option = f"--master-addr {args.master_addr}"
     if args.nnodes > 1:
         check_address(option, args.master_addr, args.master_port, args.node_rank, args.nnodes)
-    check_run(args)  # before any process is started
     tell_place(args, f"{args.master_addr}:{args.master_port}")
     os.environ["LAUNCH_PID"] = str(os.getpid())
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

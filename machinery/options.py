@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib.util
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import torch
 from common import CYCLES, OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, swa_epochs
 from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
-from machinery.tasks import blame, load_module
+from machinery.tasks import blame, fresh, load_module
 
 
 class Trait(enum.Flag):
@@ -113,7 +114,6 @@ filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell
 host = like(r"[\w.-]+", "be a host name or an IPv4 address")
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
-PLAIN = (int, float, str, list, type(None))  # what a checkpoint holds of the options
 TASK = str(Path(__file__).resolve().parent.parent / "task.py")
 
 # fmt: off
@@ -262,17 +262,28 @@ def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None)
     first.add_argument("--task", default=TASK, nargs="?")
     path = Path(first.parse_known_args(argv)[0].task or TASK)
     # Most tasks add none. Then their code is not run in the process that only starts the ranks.
-    adds = re.compile(rb"^(def|from)\b.*\badd_options\b", re.MULTILINE)
+    adds = re.compile(rb"\badd_options\b|\bimport \*")
     if not path.is_file() or not adds.search(path.read_bytes()):
         return []
     with blame(f"--task {path}: add_options", str(path)):
         group = parser.add_argument_group(f"task {path.stem}")
-        load_module(path).add_options(group)
-        for action in group._group_actions:
-            if not isinstance(action.default, PLAIN):
-                wanted = "a number, a text, a list or None, to be stored in a checkpoint"
-                raise UsageError(f"{action.option_strings[0]}: its default must be {wanted}")
+        fresh[path] = load_module(path)
+        if add_options := getattr(fresh[path], "add_options", None):
+            add_options(group)
     return [action.dest for action in group._group_actions]
+
+
+def declared(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the command line. A task may have put other things into `args`."""
+    names = {option.key for option in OPTIONS} | {*args.task_options}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a checkpoint can hold a value: a number, a text, None, or a list of them."""
+    if isinstance(value, list):
+        return all(is_plain(item) for item in value)
+    return type(value) in (int, float, bool, str, type(None))
 
 
 def parse_args(
@@ -287,6 +298,11 @@ def parse_args(
     task_options = add_options_of_task(parser, argv)
     args = parser.parse_args(argv)
     args.task_options = task_options
+    for name in task_options:
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        problem = f"its value {value!r} cannot be stored in a checkpoint"
+        advice = "parse a number, a text or a list of them, and convert it in build_datasets"
+        refuse(not is_plain(value), f"--task {args.task}: {option}: {problem}; {advice}")
     if mode in (*LAUNCHED, "spawn"):
         check_nodes(args, mode)
     check_devices(args, mode, devices)
@@ -356,6 +372,8 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     schedule, steps = args.schedule, args.step_epochs
     marks = f"--step-epochs {' '.join(map(str, steps))}"
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
+    missing = args.tensorboard and not importlib.util.find_spec("tensorboard")
+    refuse(missing, "--tensorboard needs the package tensorboard: pip install tensorboard")
     alone, compress = mode in ("single", "dp"), f"--grad-compress {args.grad_compress}"
 
     both = args.amp != "off" and args.dtype == "float64"
@@ -368,11 +386,15 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(too_many, f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
     unused = args.final_lr > 0 and schedule in ("constant", *USE_MARKS)
     refuse(unused, f"--final-lr {args.final_lr} has no effect on --schedule {schedule}; use cosine")
+    unused = args.step_gamma != 0.1 and schedule not in USE_MARKS
+    refuse(
+        unused, f"--step-gamma {args.step_gamma} has no effect on --schedule {schedule}; use {use}"
+    )
     begins = f"--swa-start {args.swa_start:g}"
     unused = args.average != "swa" and args.swa_start != 0.75
     refuse(unused, f"{begins} has no effect on --average {args.average}; use swa, or leave it out")
     none = args.average == "swa" and not swa_epochs(**vars(args))
-    advice = "use a lower --swa-start, or shorter cycles"
+    advice = "use a lower --swa-start, or cycles of the rate that end where an epoch ends"
     refuse(none, f"{begins}: --average swa would average none of {args.epochs} epochs; {advice}")
     # A run of one epoch may cut the default.
     longer = args.epochs < warmup != usual.settings["default"]

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -40,6 +41,7 @@ LOST_CONNECTION = re.compile(
 )
 # Exit codes of a rank for machinery/launch.py: it failed and told why, it lost another one.
 FAILED, LOST = 4, 5
+REPEATED = 30  # seconds after which an error is said that another rank has probably said
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "
@@ -177,6 +179,8 @@ def run_main(main: Callable[[], int]) -> int:
         ends.append(code)
         return code
     except UsageError as error:
+        if not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
         tell(f"error: {error}")
         if dist.is_initialized():
             leave(2)  # without a barrier: the other ranks do not know of the error

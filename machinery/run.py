@@ -23,7 +23,7 @@ from tqdm import tqdm
 import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.files import RunFiles
-from machinery.options import OPTIONS, PER_NODE, PLAIN, keys
+from machinery.options import PER_NODE, declared, keys
 from machinery.processes import SIGNALS, Stopped, handle_signals
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
@@ -76,11 +76,17 @@ class State:
             i: cut_like(values, dict.fromkeys(values, parameters[i])) for i, values in own
         }
         self.optimizer.load_state_dict(optimizer)
-        for parameter, values in self.optimizer.state.items():
-            for name, value in values.items():
-                # Fused kernels need the strides of the parameter, and --channels-last may change.
-                if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-                    values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        for i, parameter in enumerate(parameters):
+            for name, saved in optimizer["state"].get(i, {}).items():
+                now = self.optimizer.state[parameter]
+                if not isinstance(saved, Tensor):
+                    continue
+                # torch has rounded to the type of the parameter what may have another one. Fused
+                # kernels need the parameter's strides, and --channels-last may change.
+                if saved.dim() and saved.shape == parameter.shape:
+                    now[name] = torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
+                else:
+                    now[name] = saved.to(now[name].device)
         for name in ("scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])
         average = checkpoint["average"].items()
@@ -191,7 +197,9 @@ class Run:
                     state.average.n_averaged.zero_()
             where = f"at epoch {state.epoch + 1}, step {state.step}"
             if state.epoch >= epochs:
-                where = f"after all {epochs} epochs; more would go on"
+                where = (
+                    f"after all {epochs} epochs: nothing is left to do; a larger --epochs goes on"
+                )
             print0(f"resumed {where}")
         if not self.args.eval_only:  # which has nothing to save
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
@@ -364,9 +372,10 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
         state, args = self.state, self.args
-        name = args.best or next(name for name in metrics if name != "loss")
-        if name not in metrics:
-            raise by_all(f"--best {name}: no such metric; use one of {', '.join(metrics)}")
+        names = [name for name in metrics if name not in ("loss", "count")]
+        name = args.best or [*names, "loss"][0]
+        if name not in (*names, "loss"):
+            raise by_all(f"--best {name}: no such metric; use one of {', '.join(names)}, loss")
         score, sign = metrics[name], -1 if name == "loss" else 1
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
@@ -391,10 +400,8 @@ class Run:
         sums = self.meter.sums_of_ranks()
         checkpoint = self.state.checkpoint()
         if self.files:
-            # A task may have put other things into the arguments.
-            config = {name: v for name, v in vars(self.args).items() if isinstance(v, PLAIN)}
-            checkpoint |= {"samples": self.sampler.length, "log": sums, "config": config}
-            checkpoint["classes"] = self.classes
+            checkpoint |= {"samples": self.sampler.length, "log": sums, "classes": self.classes}
+            checkpoint["config"] = declared(self.args)
             self.refused = self.files.write_checkpoint(checkpoint, names)
         self._spend("save_s")
         if self.stopping:
@@ -435,9 +442,9 @@ def check_agreement(
     files = sorted([*root.glob("train_*.py"), *root.glob("machinery/*.py")])
     files += [root / "common.py", root / "sampling.py", Path(args.task)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    shared = {option.key for option in OPTIONS} - keys(PER_NODE) | {*args.task_options}
-    given = vars(args).items()  # a task may have put in more, for a node alone
-    mine = {f"--{key.replace('_', '-')}": value for key, value in given if key in shared}
+    own = keys(PER_NODE)
+    given = {name: value for name, value in declared(args).items() if name not in own}
+    mine = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     mine |= {"the number of training samples": train_length}
     mine |= {"the number of evaluation samples": val_length}
     mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}

@@ -22,6 +22,12 @@ from torch.utils.data import Dataset
 
 import common
 from common import UsageError, freeze, load_weights, read_tensors
+from sampling import seed_rng
+
+# Names in a line of metrics.jsonl that are no metric.
+RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
+RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
+fresh: dict[Path, ModuleType] = {}  # what parse_args has just loaded, for load_task
 
 
 @contextlib.contextmanager
@@ -109,7 +115,7 @@ def load_module(path: Path) -> ModuleType:
 def load_task(args: argparse.Namespace) -> Task:
     """Load --task. Keyword-only parameters of loss and metrics get the options that they name."""
     path = Path(args.task)
-    module = load_module(path)
+    module = fresh.pop(path, None) or load_module(path)
     found = {n: getattr(module, n) for n in Task._fields if callable(getattr(module, n, None))}
     needed = [name for name in Task._fields if name not in Task._field_defaults]
     if missing := [name for name in needed if name not in found]:
@@ -119,7 +125,50 @@ def load_task(args: argparse.Namespace) -> Task:
     for name in ("per_sample_loss", "per_sample_metrics", "train_metrics"):
         found[name] = fill_in(path, found[name], args)
     found["train_metrics"] = means_only(found["train_metrics"])
+    if "dataset_metrics" in found:
+        function = fill_in(path, found["dataset_metrics"], args)
+        found["dataset_metrics"] = functools.partial(metrics_of_set, path, args.seed, function)
+    found["build_datasets"] = functools.partial(two_sets, path, found["build_datasets"])
+    own = found.get("build_optimizer", default_optimizer)
+    found["build_optimizer"] = functools.partial(optimizer_as_built, own)
     return Task(**found)
+
+
+def two_sets(path: Path, build: Callable, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    with blame(f"--task {path}: build_datasets", str(path)):
+        train_set, val_set = build(args)
+        return train_set, val_set
+
+
+def metrics_of_set(
+    path: Path, seed: int, function: Callable, outputs: dict[str, list]
+) -> dict[str, float]:
+    """Call the task's dataset_metrics, seeded: it draws the same numbers in every mode."""
+    seed_rng(seed, -2, 0)  # no training step and no batch has this number
+    where = f"--task {path}: dataset_metrics"
+    with blame(where, str(path)):
+        found = {str(name): float(value) for name, value in function(outputs).items()}
+        if taken := ", ".join(sorted(RESERVED & found.keys())):
+            raise UsageError(f"{where}: the log itself uses the name {taken}")
+        return found
+
+
+def optimizer_as_built(
+    build: Callable, args: argparse.Namespace, net: nn.Module
+) -> torch.optim.Optimizer:
+    """Call build_optimizer; while it looks, each module has the class that the task gave it.
+
+    Sharding and --sync-bn change classes, and a task may sort its parameters by them.
+    """
+    modules, built = [*net.modules()], getattr(net, "classes_as_built", [])
+    changed = [(m, type(m), kind) for m, kind in zip(modules, built) if type(m) is not kind]
+    try:
+        for module, _, kind in changed:
+            module.__class__ = kind
+        return build(args, net)
+    finally:
+        for module, now, _ in changed:
+            module.__class__ = now
 
 
 def means_only(metrics: functools.partial) -> Callable:
@@ -144,11 +193,13 @@ def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callabl
     return functools.partial(function, **{name: getattr(args, name) for name in names})
 
 
-def build_net(args: argparse.Namespace, task: Task, device: torch.device) -> nn.Module:
-    """Return the task's model on the device, from --seed or --weights, with --freeze applied."""
+def build_net(args: argparse.Namespace, task: Task) -> nn.Module:
+    """Return the task's model on the CPU, from --seed or --weights, with --freeze applied."""
     where = f"--task {args.task}: build_model"
+    default = " with --weights default" if args.weights == "default" else ""
     torch.manual_seed(args.seed)
-    net = task.build_model(args)
+    with blame(where + default, args.task):
+        net = task.build_model(args)
     if not isinstance(net, nn.Module) or not list(net.parameters()):
         found = type(net).__name__
         raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
@@ -163,5 +214,6 @@ def build_net(args: argparse.Namespace, task: Task, device: torch.device) -> nn.
         with blame(option):
             load_weights(net, read_tensors(args.weights, "--weights"), option)
     freeze(net, args.freeze)
+    net.classes_as_built = [type(module) for module in net.modules()]
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
-    return net.to(device, memory_format=memory_format)
+    return net.to(memory_format=memory_format)

@@ -6,6 +6,7 @@ rendezvous is a file or a port that the system chose, and every rank has one thr
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import functools
 import importlib
@@ -32,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
 import machinery.check
+import machinery.launch
 import machinery.options
 import machinery.processes
 import machinery.tasks
@@ -214,11 +216,14 @@ def rank_of_run(
     _record_gradients(record, steps)
     script = importlib.import_module(f"train_{mode}")
     os.environ.update(LAUNCH_RENDEZVOUS_FILE=meeting_point, LAUNCH_PID=str(os.getppid()))
+    script.check_run = lambda *_: None  # tests/test_bad_input.py tests it
     if patch:
         patch(rank)
     main = functools.partial(script.main, argv)
     if mode == "spawn":
+        ranks = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
         args = machinery.options.parse_args("spawn", ["--nproc", str(world_size), *argv])
+        os.environ.update(ranks)  # as run_worker does
         main = functools.partial(script.worker, rank, args, f"file://{meeting_point}")
     return machinery.processes.run_main(main)
 
@@ -407,8 +412,28 @@ def check(mode: str, n: int, *argv: str) -> None:
     """Check a command line as `run.sh MODE N` would hand it on. Raises what the check raises."""
     for name in SLOW:
         importlib.import_module(name)  # once, and not in each fork that a check makes
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        pool.submit(build_and_check, mode, n, argv).result()
+
+
+def build_and_check(mode: str, n: int, argv: tuple[str, ...]) -> None:
+    """Do what `main` does before a run, in a process of its own."""
     option = {"dp": ["--replicas", str(n)], "spawn": ["--nproc", str(n)]}.get(mode, [])
-    machinery.check.check_run(machinery.options.parse_args(mode, [*option, *argv], n))
+    args = machinery.options.parse_args(mode, [*option, *argv], n)
+    if mode == "spawn":
+        with machinery.launch.workers_meet_at(args):
+            pass
+        for name in ("LAUNCH_PID", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+    check_built(args)
+
+
+def check_built(args: Namespace) -> None:
+    task = machinery.tasks.load_task(args)
+    train_set, val_set = task.build_datasets(args)
+    net = machinery.tasks.build_net(args, task)
+    machinery.check.check_run(args, task, train_set, val_set, net)
 
 
 def make_args(mode: str = "single", *argv: str) -> Namespace:

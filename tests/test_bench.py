@@ -41,7 +41,7 @@ def test_predicted_step_by_hand():
 
 def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing(tmp_path):
     args = make_args("single", "--batch-size", "4")
-    net = machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
+    net = machinery.tasks.build_net(args, machinery.tasks.load_task(args))
     state = Namespace(net=net, optimizer=optimizer_of(args, net))
     images, labels = task.build_datasets(args)[0].__getitems__(range(4))
     before, steps = [parameter.clone() for parameter in net.parameters()], 0
@@ -472,7 +472,7 @@ def test_bare_loop_makes_the_step_of_the_script(mode):
         "float64",
     )
     task = machinery.tasks.load_task(args)
-    net = machinery.tasks.build_net(args, task, torch.device("cpu"))
+    net = machinery.tasks.build_net(args, task)
     optimizer = optimizer_of(args, net)
     optimizer.param_groups[0]["lr"] = 0.03
     run = Namespace(

@@ -8,10 +8,13 @@ import re
 import resource
 import shutil
 import signal
+import sys
 import textwrap
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from harness import ROOT, deviation, make_args, run_processes, train, walk
@@ -99,7 +102,7 @@ def test_averages_and_momentum_differ_from_the_weights(finished):
 @pytest.mark.parametrize(
     ("average", "averaged"), [("none", False), ("ema", True), ("swa", True), ("swa early", False)]
 )
-def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path):
+def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path, monkeypatch):
     """With a stop before SWA begins its average holds what the run began with."""
     from patches import stop_after
 
@@ -124,7 +127,8 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
     (code,) = [block for block in blocks if "torch.load" in block]
     task_of_run = machinery.tasks.load_task(make_args("single", *argv))
     model = task_of_run.build_model(make_args("single", *argv)).double()
-    names = {"torch": torch, "model": model}
+    monkeypatch.setitem(sys.modules, "task", SimpleNamespace(build_model=lambda args: model))
+    names = {}
     exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)
     assert names["averaged"] == averaged
     images, labels = task_of_run.build_datasets(make_args("single", *argv))[1].__getitems__(
@@ -134,6 +138,19 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
     assert hits.double().mean().item() == pytest.approx(
         result.checkpoint("best.pt")["best"], rel=1e-12
     )
+
+
+def test_lines_of_the_readme_read_digits_as_the_run_did(tmp_path):
+    result = train("single", 1, "--epochs", "2", "--average", "ema", folder=tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "torch.load" in block]
+    names = {}
+    exec(code.replace("runs/mine", str(result.folder)), names)
+    with np.load(ROOT / "data" / "digits.npz") as file:
+        images, labels = torch.from_numpy(file["images"][1437:]), file["labels"][1437:]
+    guesses = names["model"](images.unsqueeze(1) * 15).argmax(1).numpy()  # as README says
+    best = max(line["top1"] for line in result.eval_lines())
+    assert (guesses == labels).mean() == pytest.approx(best) and best > 0.5
 
 
 # ----------------------------------------------------------------------------------------- one file

@@ -331,7 +331,7 @@ def test_warmup_is_rounded_to_the_nearest_step(epochs, steps):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_filters_are_stored_as_asked(wanted):
     args = make_args("single", "--channels-last" if wanted else "--no-channels-last")
-    net = machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
+    net = machinery.tasks.build_net(args, machinery.tasks.load_task(args))
     assert net.conv2.weight.is_contiguous(memory_format=torch.channels_last) == wanted
     assert net.conv2.weight.is_contiguous() != wanted
 

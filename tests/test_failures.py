@@ -139,7 +139,7 @@ class Spawned(Rank):
         ([0, 0], [signal.SIGTERM], 0, ""),
         ([143, 143], [signal.SIGTERM], 143, ""),
         ([143, 143], [], 143, ""),
-        ([2, 2], [], 2, ""),
+        ([2, None], [], 2, ""),
         ([LOST, 2], [], 2, ""),
         ([3, 3], [], 3, ""),
         ([FAILED, FAILED], [], 1, ""),
@@ -166,6 +166,30 @@ def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(
     processes = [kind(code, waits=i) for i, code in enumerate(codes)]
     assert machinery.launch.wait_for(processes, 1, received) == (code, cause)
     assert [process.killed for process in processes] == [code is None for code in codes]
+
+
+def test_refused_input_ends_the_other_ranks_at_once(monkeypatch):
+    """They wait for the rank that has refused, up to --timeout."""
+    monkeypatch.setattr(machinery.launch, "handle_signals", lambda handler: None)
+    clock = iter(range(1000))
+    time_ = SimpleNamespace(monotonic=lambda: next(clock) / 1000, sleep=lambda seconds: None)
+    monkeypatch.setattr(machinery.launch, "time", time_)
+    processes = [Rank(2), Rank(None)]
+    assert machinery.launch.wait_for(processes, 1, []) == (2, "")
+    assert processes[1].killed and next(clock) < 10, "far from the end of GRACE"
+
+
+@pytest.mark.parametrize(("local_rank", "waited"), [("0", []), ("1", [30])])
+def test_input_that_all_ranks_refuse_is_told_once(local_rank, waited, monkeypatch, handlers):
+    """The first rank of a machine tells it, and its end is the end of the others."""
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    naps = []
+    monkeypatch.setattr(machinery.processes, "time", SimpleNamespace(sleep=naps.append))
+
+    def refuse():
+        raise common.UsageError("--task wrong.py")
+
+    assert machinery.processes.run_main(refuse) == 2 and naps == waited
 
 
 GONE = [  # of torch 2.6 and 2.15
@@ -247,7 +271,6 @@ def test_launcher_starts_nothing_again_that_a_signal_asked_to_stop(tmp_path, mon
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(machinery.launch, "start", lambda *arguments: started.append(arguments))
     monkeypatch.setattr(machinery.launch, "wait_for", wait_for)
-    monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
     monkeypatch.setattr(sys, "argv", ["launch.py", "ddp", "2", "--output-dir", str(tmp_path)])
     assert machinery.launch.main() == 1 and len(started) == 1
 
@@ -272,7 +295,6 @@ def launches(monkeypatch, tmp_path):
         kept = {name: value for name, value in os.environ.items() if name == "PATH"}
         monkeypatch.setattr(os, "environ", kept)
         monkeypatch.setattr(machinery.launch, "start", start)
-        monkeypatch.setattr(machinery.launch, "check_run", lambda args: None)
         monkeypatch.setattr(machinery.launch, "wait_for", lambda *_: endings[len(attempts) - 1])
         monkeypatch.setattr(
             sys, "argv", ["launch.py", "ddp", "2", *argv, "--output-dir", str(tmp_path)]

@@ -337,10 +337,8 @@ def test_timeout_reaches_the_process_group(mode, n, tmp_path):
 
 def test_spawn_checks_before_it_starts_a_process(monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "spawn", None)
-    with pytest.raises(
-        common.UsageError, match="--batch-size 5000 is larger than the training set"
-    ):
-        train_spawn.main(["--nproc", "2", "--batch-size", "5000"])
+    with pytest.raises(common.UsageError, match="--batch-size 1 cannot be cut into 2 devices"):
+        train_spawn.main(["--nproc", "2", "--batch-size", "1"])
 
 
 def test_rank_left_in_the_environment_does_not_silence_a_single_run(monkeypatch):

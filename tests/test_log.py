@@ -511,7 +511,7 @@ def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
     for epoch, step, where in (
         (1, 4, "at epoch 2, step 4"),
         (2, 0, "at epoch 3, step 0"),
-        (3, 0, "after all 3 epochs; more would go on"),
+        (3, 0, "after all 3 epochs: nothing is left to do; a larger --epochs goes on"),
     ):
         run = make_run(tmp_path, "--epochs", 3, "--resume", "auto")
         run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step

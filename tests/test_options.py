@@ -1,15 +1,17 @@
 """The command line: help, defaults, the range of each number, and the check before a run."""
 
+import copy
 import os
 import random
 import re
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import TASKS, check, deviation, make_args, train
+from harness import TASKS, deviation, make_args, train
 from patches import BASE, in_process
 
 import common
@@ -155,8 +157,9 @@ RANGES = {  # the first and the last that are accepted; what is just outside
 @pytest.mark.parametrize("name", RANGES)
 def test_ranges(name):
     inside, outside = RANGES[name]
+    cyclic = ["--schedule", "cyclic"] if name == "step-gamma" else []
     for text in inside:
-        value = vars(make_args("single", f"--{name}={text}"))[name.replace("-", "_")]
+        value = vars(make_args("single", f"--{name}={text}", *cyclic))[name.replace("-", "_")]
         assert value == float(text) if abs(value) < 2**53 else value == int(text)
     for text in outside:
         with pytest.raises(common.UsageError, match=f"--{name} ?.*{text}"):
@@ -316,18 +319,26 @@ def print_traces():
         return threads, torch.get_num_threads(), states
 
     torch.set_num_threads(2)
-    torch.manual_seed(3)
-    before = traces()
-    check("single", 1, "--model", "resnet9")
-    check("single", 1, "--task", str(TASKS / "faulty.py"))  # whose samples are loaded one by one
-    deadline = time.monotonic() + 10  # a thread that was joined may leave the system a little later
-    while before != (after := traces()) and time.monotonic() < deadline:
-        pass
-    print(before == after)
+    # The samples of faulty.py are loaded one by one.
+    for argv in (["--model", "resnet9"], ["--task", str(TASKS / "faulty.py")]):
+        args = make_args("single", *argv)
+        own = machinery.tasks.load_task(args)
+        train_set, val_set = own.build_datasets(args)
+        net = machinery.tasks.build_net(args, own)
+        state = copy.deepcopy(net.state_dict())
+        before = traces()
+        machinery.check.check_run(args, own, train_set, val_set, net)
+        # A thread that was joined may leave the system a little later.
+        deadline = time.monotonic() + 10
+        while before != (after := traces()) and time.monotonic() < deadline:
+            pass
+        same = all(value.equal(state[name]) for name, value in net.state_dict().items())
+        print(before == after, same)
 
 
 def test_check_starts_no_thread_and_draws_no_random_number():
-    assert in_process(print_traces) == "True\n"
+    """Nor does it touch the statistics of BatchNorm."""
+    assert in_process(print_traces) == "True True\n" * 2
 
 
 STATEFUL = """import numpy as np, torch
@@ -342,8 +353,11 @@ def build_datasets(args):
 """
 
 
-def no_launcher_has_checked(rank):
-    del os.environ["LAUNCH_PID"]
+def checked(rank):
+    """Let the script check, as it does outside of these tests."""
+    for mode in ("single", "dp", "ddp", "spawn", "fsdp"):
+        if script := sys.modules.get(f"train_{mode}"):
+            script.check_run = machinery.check.check_run
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2)])
@@ -354,7 +368,7 @@ def test_check_leaves_no_trace_in_the_state_of_the_task(mode, n, tmp_path):
     reference = train(
         "single", 1, *argv, folder=tmp_path / "other"
     )  # as launched: checked elsewhere
-    result = train(mode, n, *argv, folder=tmp_path, patch=no_launcher_has_checked)
+    result = train(mode, n, *argv, folder=tmp_path, patch=checked)
     assert result.code == reference.code == 0, result.err + reference.err
     assert deviation(result.gradients[0][0], reference.gradients[0][0]) < 1e-12
 
@@ -372,22 +386,18 @@ def test_task_may_register_and_log(mode, tmp_path):
     """What it registers with torch it can register only once in a process; and the check must not take its output away."""
     (tmp_path / "registers.py").write_text(REGISTERS)
     argv = ("--task", tmp_path / "registers.py", "--epochs", "1", "--batch-size", "700")
-    result = train(
-        mode, 1, *argv, folder=tmp_path, patch=no_launcher_has_checked if mode != "ddp" else None
-    )
+    result = train(mode, 1, *argv, folder=tmp_path, patch=checked)
     assert result.code == 0, result.err
     assert "the task is here" in result.err
 
 
-@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn", "fsdp"])
 def test_script_alone_checks_too(mode, tmp_path):
     """Not only `run.sh`: a task whose loss cannot be right is one line, not a traceback in the first step."""
     (tmp_path / "mean.py").write_text(
         "from task import build_datasets, build_model, per_sample_metrics\ndef per_sample_loss(outputs, targets): return outputs.mean()"
     )
-    result = train(
-        mode, 1, "--task", tmp_path / "mean.py", folder=tmp_path, patch=no_launcher_has_checked
-    )
+    result = train(mode, 1, "--task", tmp_path / "mean.py", folder=tmp_path, patch=checked)
     assert (
         result.code == 2
         and "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []"
@@ -409,3 +419,7 @@ def test_final_rate_without_effect_is_refused():
     ):
         make_args("single", "--final-lr", "0.1", "--schedule", "constant")
     assert make_args("single", "--final-lr", "0.1").final_lr == 0.1
+    with pytest.raises(
+        common.UsageError, match=r"--step-gamma 0.9 has no effect on --schedule cosine; use step"
+    ):
+        make_args("single", "--step-gamma", "0.9")

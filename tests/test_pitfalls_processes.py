@@ -189,7 +189,8 @@ def second_rank_starts():
     torch.accelerator.device_count = lambda: 2
     torch.accelerator.set_device_index = lambda index: print("set_device_index", index)
     dist.init_process_group = init_process_group
-    train_ddp.build_net = None  # no model comes before it
+    net = argparse.Namespace(to=lambda device: print("to", device))
+    train_ddp.build_net, train_ddp.check_run = lambda *_: net, lambda *_: None
     try:
         train_ddp.main([])
     except Joined:
@@ -227,6 +228,8 @@ def test_pitfall_17_device_is_chosen_before_anything_else(tmp_path, monkeypatch)
     assert in_process(second_rank_starts).split() == [
         "set_device_index",
         "1",
+        "to",
+        "cuda:1",
         "init_process_group",
         "cpu:gloo,cuda:nccl",
     ]

@@ -518,7 +518,11 @@ def test_finished_run_says_how_it_would_go_on(tmp_path):
     argv = ["--batch-size", "500", "--epochs", "1"]
     train("single", 1, *argv, folder=tmp_path)
     again = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    assert again.code == 0 and "resumed after all 1 epochs; more would go on" in again.out
+    assert (
+        again.code == 0
+        and "resumed after all 1 epochs: nothing is left to do; a larger --epochs goes on"
+        in again.out
+    )
 
 
 def test_resume_from_elsewhere_does_not_overwrite_another_run(tmp_path):

@@ -17,7 +17,7 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.options
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
-OWN_LINES = 4286  # of the project's own Python: tests/ and tools/ are beside it
+OWN_LINES = 4403  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
@@ -394,7 +394,7 @@ def test_lines_that_readme_explains_stand_in_train_ddp():
     (table,) = re.findall(r"\| line in `train_ddp.py`.*?\n\n", README, re.DOTALL)
     rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
     script = " ".join(SCRIPTS["ddp"].split())
-    assert len(rows) == 8
+    assert len(rows) == 9
     for row in rows:
         for part in row.split("..."):
             assert part.strip("(), ") in script, row

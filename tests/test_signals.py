@@ -142,13 +142,13 @@ def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tm
 def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
     """Whatever they do: what was called may ignore signals, or hold the interpreter, so that no handler of ours is heard."""
     (tmp_path / "task.py").write_text(
-        "import os, signal, time\nfrom small import *\nfrom small import build_model as build\n"
-        "def build_model(args):\n"
-        "    if 'LOCAL_RANK' in os.environ:\n"
+        "import os, signal, time, torch\nfrom small import *\n"
+        "def build_optimizer(args, net):\n"
+        "    if torch.distributed.is_initialized():\n"
         "        signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "        open(os.path.join(os.path.dirname(__file__), 'waits'), 'w').close()\n"
         "        time.sleep(1000)\n"
-        "    return build(args)\n"
+        "    return torch.optim.SGD(net.parameters(), lr=args.lr)\n"
     )
     environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
     with Launch(

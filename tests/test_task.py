@@ -158,7 +158,7 @@ def test_network_sees_each_channel_normalised_in_its_precision(name, model, dtyp
     argv = ["--dataset", name, "--model", model, "--dtype", dtype]
     argv += [] if name == "digits" else ["--data-dir", str(tmp_path)]
     args = make_args("single", *argv)
-    net, seen = machinery.tasks.build_net(args, task, torch.device("cpu")).eval(), []
+    net, seen = machinery.tasks.build_net(args, task).eval(), []
     net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     channels, side, classes, mean, std = task.DATASETS[name]
     values = torch.arange(256, dtype=torch.uint8).repeat(channels * side * side // 256 + 1)

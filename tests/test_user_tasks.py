@@ -40,7 +40,7 @@ import train_ddp
         ("complex_buffer", "build_model: turn is complex"),
         (
             "last_lacks",
-            "per_sample_metrics must return the same names for every batch; only some batches have extra",
+            "the metrics must have the same names for every batch; only some batches have extra",
         ),
     ],
     ids=["lazy", "complex", "complex_buffer", "last_lacks"],
@@ -249,9 +249,8 @@ def call_every_main(folder):
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
         script = importlib.import_module(f"train_{mode}")
         before = dict(os.environ)
-        script.check_run = lambda args: os.environ.update(MADE_BY_THE_RUN="1")
         script.set_up_device = script.workers_meet_at = lambda *_: (
-            print(os.environ["MADE_BY_THE_RUN"]) or 1 / 0
+            os.environ.update(MADE_BY_THE_RUN="1") or 1 / 0
         )
         try:
             script.main([])
@@ -262,8 +261,8 @@ def call_every_main(folder):
 
 
 def test_every_main_leaves_no_trace(tmp_path):
-    ((code, out, err),) = run_processes([functools.partial(call_every_main, tmp_path)], tmp_path)
-    assert code == 0 and out.split() == ["1"] * 4, err
+    ((code, _, err),) = run_processes([functools.partial(call_every_main, tmp_path)], tmp_path)
+    assert code == 0, err
 
 
 def test_importing_a_script_changes_no_signal_handler():
@@ -340,6 +339,11 @@ def test_rates_of_all_groups_are_scaled(groups, tmp_path):
 
 
 SGD = "torch.optim.SGD(net.parameters(), lr=0.1"
+OWN_STATE = """
+class Own(torch.optim.SGD):
+    def step(self, *_):
+        self.state[self.param_groups[0]["params"][0]]["seen"] = numpy.float64(1)
+"""
 
 
 @pytest.mark.parametrize(
@@ -350,12 +354,13 @@ SGD = "torch.optim.SGD(net.parameters(), lr=0.1"
         ("torch.optim.SGD(build_model(args).parameters())", "and no other; see also --freeze"),
         ("torch.optim.SGD(list(net.parameters())[1:])", "every parameter of the model that trains"),
         (f"{SGD}, weight_decay=numpy.float64(0.1))", "build_optimizer.*weights_only"),
+        ("Own(net.parameters())", "build_optimizer.*weights_only"),
     ],
 )
 def test_optimizer_that_cannot_be_right_is_refused(optimizer, message, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(TASKS))
     text = re.sub(r"    return torch.optim.Adam.*\n", f"    return {optimizer}\n", GROUPS)
-    (tmp_path / "own.py").write_text("import numpy\n" + text)
+    (tmp_path / "own.py").write_text("import numpy\n" + text + OWN_STATE)
     with pytest.raises(common.UsageError, match=message):
         check("single", 1, "--task", str(tmp_path / "own.py"))
 
@@ -387,12 +392,45 @@ def test_groups_by_kind_of_layer_are_the_same_with_sync_bn(tmp_path, monkeypatch
     argv = ("--task", tmp_path / "norms.py", "--dtype", "float64", "--batch-size", "30")
     argv = (*argv, "--epochs", "2", "--sync-bn")
     sizes = {}
-    for mode, n in (("single", 1), ("ddp", 2), ("spawn", 2)):
+    for mode, n in (("single", 1), ("ddp", 2), ("spawn", 2), ("fsdp", 2)):
         result = train(mode, n, *argv, folder=tmp_path / mode)
         assert result.code == 0, result.err
         found = result.checkpoint()["optimizer"]["param_groups"]
         sizes[mode] = [len(group["params"]) for group in found]
-    assert sizes["single"] == sizes["ddp"] == sizes["spawn"] and sizes["single"][1] >= 2
+    assert sizes["single"] == sizes["ddp"] == sizes["spawn"] == sizes["fsdp"]
+    assert sizes["single"][1] >= 2
+
+
+def test_network_has_its_own_classes_again_after_the_optimizer():
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
+    net.classes_as_built = [type(module) for module in net.modules()]
+    synchronised = machinery.stand_ins.convert_sync_batchnorm(net, torch.device("cpu"))
+    seen = []
+
+    def build(args, network):
+        seen.extend(type(module) for module in network.modules())
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        machinery.tasks.optimizer_as_built(build, None, synchronised)
+    assert seen == [torch.nn.Sequential, torch.nn.BatchNorm2d]
+    assert type(synchronised[0]) is machinery.stand_ins.SyncBatchNorm
+
+
+# torch keeps a product of numbers beside the state of each parameter, in float32.
+NADAM = GROUPS.replace("torch.optim.Adam(", "torch.optim.NAdam(")
+
+
+def test_numbers_in_the_state_of_an_optimizer_keep_their_type(groups, tmp_path):
+    (tmp_path / "groups.py").write_text(NADAM)
+    straight = train("single", 1, *groups, "--keep-every", "1", folder=tmp_path / "straight")
+    state = straight.checkpoint()["optimizer"]["state"][0]
+    assert state["mu_product"].dtype == torch.float32 != state["exp_avg"].dtype
+    argv = (*groups, "--resume", straight.folder / "epoch-0001.pt")
+    resumed = train("single", 1, *argv, folder=tmp_path / "resumed")
+    assert resumed.code == 0, resumed.err
+    assert deviation(resumed.checkpoint()["model"], straight.checkpoint()["model"]) == 0
+    assert resumed.checkpoint()["optimizer"]["state"][0]["mu_product"].dtype == torch.float32
 
 
 # ------------------------------------------------------------------- metrics of the whole data set
@@ -463,9 +501,83 @@ def test_metrics_of_the_whole_set_are_right(tmp_path, monkeypatch):
 
 
 def test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name(whole, tmp_path):
-    result = train("ddp", 2, *whole, "--best", "map", folder=tmp_path / "run")
+    """And another name goes on: no score was kept."""
+    result = train("ddp", 2, *whole, "--best", "map", folder=tmp_path)
     assert result.code == 2
-    assert "--best map: no such metric; use one of loss, top1, macro_f1, ordered" in result.err
+    assert "--best map: no such metric; use one of top1, macro_f1, ordered, loss" in result.err
+    argv = (*whole, "--best", "macro_f1", "--resume", "auto")
+    again = train("ddp", 2, *argv, folder=tmp_path)
+    assert again.code == 0 and again.checkpoint()["best"] > 0, again.err
+    argv = (*whole, "--best", "top1", "--resume", "auto", "--epochs", "3")
+    refused = train("ddp", 2, *argv, folder=tmp_path)
+    assert refused.code == 2 and "was made with macro_f1" in refused.err
+
+
+DRAWS = """
+import torch
+from small import build_datasets, build_model, per_sample_loss
+def per_sample_metrics(outputs, targets):
+    torch.rand(len(targets))
+    return {"hits": (outputs.argmax(1) == targets).double(), "hit": [*range(len(targets))]}
+def dataset_metrics(outputs, *, seed):
+    return {"draw": torch.rand(()), "seed": seed}
+"""
+
+
+def test_metric_of_the_whole_set_may_draw_numbers_and_ask_for_options(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "draws.py").write_text(DRAWS)
+    argv = ("--task", tmp_path / "draws.py", "--batch-size", "30", "--epochs", "1")
+    argv = (*argv, "--eval-batch-size", "5", "--seed", "7")
+    drawn = []
+    for mode, n in (("single", 1), ("dp", 2), ("ddp", 3), ("fsdp", 2)):
+        result = train(mode, n, *argv, folder=tmp_path / mode)
+        assert result.code == 0, result.err
+        assert result.eval_lines()[0]["seed"] == 7
+        drawn.append(result.eval_lines()[0]["draw"])
+    assert len({*drawn}) == 1 and 0 < drawn[0] < 1
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("None", "dataset_metrics: AttributeError: 'NoneType' object has no attribute"),
+        ("{'lr': 1}", "dataset_metrics: the log itself uses the name lr"),
+        ("{'hits': 1}", "dataset_metrics and per_sample_metrics both return hits"),
+    ],
+)
+def test_metrics_of_the_whole_set_that_cannot_be_right(found, message, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    text = DRAWS.replace('{"draw": torch.rand(()), "seed": seed}', found)
+    (tmp_path / "draws.py").write_text(text)
+    argv = ("--task", tmp_path / "draws.py", "--batch-size", "30", "--epochs", "1")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code in (1, 2) and message in result.err
+
+
+def test_lists_that_nobody_uses_are_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "lists.py").write_text(DRAWS.replace("def dataset_", "def datasets_"))
+    with pytest.raises(common.UsageError, match="hit: lists are for dataset_metrics"):
+        check("single", 1, "--task", str(tmp_path / "lists.py"))
+
+
+def test_loss_decides_where_there_is_no_metric(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    text = DRAWS.replace('"hits": (outputs.argmax(1) == targets).double(), ', "")
+    text = text.replace('{"draw": torch.rand(()), "seed": seed}', "{}")
+    (tmp_path / "none.py").write_text(text)
+    argv = ("--task", tmp_path / "none.py", "--batch-size", "30", "--epochs", "2")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+    assert result.checkpoint()["best"] == min(line["loss"] for line in result.eval_lines())
+
+
+def test_views_are_not_kept_with_all_of_their_memory():
+    meter = common.Meter(torch.device("cpu"))
+    rows = torch.zeros(50, 10)
+    meter.add(loss=torch.zeros(50), row=list(rows))
+    assert {value.untyped_storage().nbytes() for value in meter.lists["row"][0]} == {40}
 
 
 # ------------------------------------------------------------------------------ options of a task
@@ -528,18 +640,70 @@ def test_options_of_a_task_are_in_its_help(own, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('"--lr", type=float', "add_options, line 6: ArgumentError: .*conflicting option"),
-        ('"--size", default=(1, 2)', "--size: its default must be a number, a text, a list or"),
+        ('"--lr", type=float', "add_options, line 7: ArgumentError: .*conflicting option"),
+        ('"--size", default=(1, 2)', r"--size: its value \(1, 2\) cannot be stored"),
+        ('"--size", type=Path, default="a"', r"--size: its value PosixPath\('a'\) cannot be"),
+        ('"--size", type=Path, nargs=1, default=["a"]', None),
+        ('"--size", default=[Path("a")]', r"--size: its value \[PosixPath\('a'\)\] cannot be"),
     ],
 )
 def test_options_of_a_task_that_cannot_be_right_are_refused(line, message, own, tmp_path):
-    (tmp_path / "own.py").write_text(OWN.replace('"--frozen-stages", type=int, default=0', line))
-    with pytest.raises(common.UsageError, match=message):
-        make_args("single", *own)
+    text = OWN.replace('"--frozen-stages", type=int, default=0', line)
+    (tmp_path / "own.py").write_text("from pathlib import Path\n" + text)
+    given = () if message else ("--size", "b")
+    with pytest.raises(common.UsageError, match=message or r"--size: its value \[PosixPath"):
+        make_args("single", *own, *given)
+
+
+def test_evaluation_minds_the_options_of_a_task(own, tmp_path):
+    trained = train("single", 1, *own, "--anchor-sizes", "3", folder=tmp_path)
+    argv = (*own, "--eval-only", "--resume", trained.folder / "last.pt")
+    refused = train("single", 1, *argv, folder=tmp_path / "other")
+    assert refused.code == 2 and "--anchor-sizes [1.0]: " in refused.err
+    assert train("single", 1, *argv, "--anchor-sizes", "3", folder=tmp_path / "same").code == 0
+
+
+def test_run_goes_on_with_an_option_that_is_new_and_with_what_a_task_puts_into_args(own, tmp_path):
+    assert train("single", 1, *own, folder=tmp_path).code == 0
+    text = OWN.replace(
+        "add_options(parser):", "add_options(parser):\n    parser.add_argument('--new')"
+    )
+    text = text.replace("(args):", "(args):\n    args.cache = str(args)", 1)
+    (tmp_path / "own.py").write_text(text)
+    for epochs in ("2", "3"):  # the second run finds what the first one has put in
+        again = train("single", 1, *own, "--epochs", epochs, "--resume", "auto", folder=tmp_path)
+        assert again.code == 0, again.err
+    assert "cache" not in again.checkpoint()["config"]
+    refused = train("single", 1, *own, "--new", "x", "--resume", "auto", folder=tmp_path)
+    assert refused.code == 2 and "--new x: " in refused.err
+
+
+@pytest.mark.parametrize(
+    "line", ["from shared_opts import *", "from shared_opts import (\n    add_options,\n)"]
+)
+def test_options_of_a_task_may_be_imported(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "shared_opts.py").write_text(
+        "def add_options(parser):\n    parser.add_argument('--width')\n"
+    )
+    (tmp_path / "imports.py").write_text(line)
+    assert make_args("single", "--task", str(tmp_path / "imports.py"), "--width", "3").width == "3"
+
+
+def test_task_that_only_speaks_of_options_is_no_error(tmp_path):
+    (tmp_path / "speaks.py").write_text("# see add_options in the pages\n")
+    assert make_args("single", "--task", str(tmp_path / "speaks.py")).task_options == []
+
+
+def test_task_with_options_is_run_once_in_a_process(own, tmp_path):
+    """It may register something, which torch allows once; and a new file is read again."""
+    (tmp_path / "own.py").write_text("print('is read')\n" + OWN)
+    result = train("single", 1, *own, folder=tmp_path)
+    assert result.code == 0 and result.out.count("is read") == 1, result.err
 
 
 def test_task_without_options_is_not_run_to_parse_the_command_line(tmp_path):
-    (tmp_path / "loud.py").write_text('"""add_options may be left out."""\nraise SystemExit(9)\n')
+    (tmp_path / "loud.py").write_text("raise SystemExit(9)\n")
     assert make_args("single", "--task", str(tmp_path / "loud.py")).lr == 0.1
 
 

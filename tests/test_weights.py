@@ -7,7 +7,6 @@ from argparse import Namespace
 import pytest
 import torch
 from harness import TASKS, check, deviation, make_args, train
-from runs import CPU
 from short_runs import MODES, ODD
 from torch import nn
 
@@ -25,16 +24,14 @@ import task
 def test_seed_decides_the_initial_weights():
     def weights(seed):
         args = make_args("single", "--seed", seed)
-        return machinery.tasks.build_net(args, machinery.tasks.load_task(args), CPU).state_dict()
+        return machinery.tasks.build_net(args, machinery.tasks.load_task(args)).state_dict()
 
     first, other, again = (weights(seed) for seed in "010")
     assert deviation(again, first) == 0 and deviation(other, first) > 0.1
 
 
 def state_dict(seed=1):
-    return machinery.tasks.build_net(
-        make_args("single", "--seed", str(seed)), task, torch.device("cpu")
-    ).state_dict()
+    return machinery.tasks.build_net(make_args("single", "--seed", str(seed)), task).state_dict()
 
 
 def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named(
@@ -58,7 +55,7 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
     ):
         torch.save(content, tmp_path / name)
         net = machinery.tasks.build_net(
-            make_args("single", "--weights", str(tmp_path / name)), task, torch.device("cpu")
+            make_args("single", "--weights", str(tmp_path / name)), task
         )
         for parameter, value in net.state_dict().items():
             assert value.equal(weights[parameter]) == (
@@ -75,9 +72,7 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
 def load_into(net, content, path, *options):
     torch.save(content, path)
     args = make_args("single", "--weights", str(path), *options)
-    return machinery.tasks.build_net(
-        args, Namespace(build_model=lambda args: net), torch.device("cpu")
-    ).state_dict()
+    return machinery.tasks.build_net(args, Namespace(build_model=lambda args: net)).state_dict()
 
 
 def test_weights_of_a_checkpoint_are_its_average_once_there_is_one(tmp_path):
@@ -192,18 +187,20 @@ def test_weights_with_values_by_design_are_loaded(tmp_path):
 
 
 def test_check_is_silent(tmp_path, capfd):
-    """What it finds right is said by the run, once."""
+    """What is built tells about it, once."""
     torch.save(state_dict(), tmp_path / "weights.pt")
     check("single", 1, "--weights", str(tmp_path / "weights.pt"))
-    assert capfd.readouterr() == ("", "")
+    said = capfd.readouterr()
+    assert said.out.count("\n") == 1 and "weights: 8 of the model's 8 tensors" in said.out
+    assert said.err == ""
 
 
 def test_build_says_how_many_tensors_are_frozen(capsys):
     args = make_args("single", "--freeze", "conv1.*", "head.bias")
-    machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
+    machinery.tasks.build_net(args, machinery.tasks.load_task(args))
     assert capsys.readouterr().out == "frozen: 3 of 8 parameter tensors\n"
     args = make_args()
-    machinery.tasks.build_net(args, machinery.tasks.load_task(args), torch.device("cpu"))
+    machinery.tasks.build_net(args, machinery.tasks.load_task(args))
     assert capsys.readouterr().out == ""
 
 

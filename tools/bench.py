@@ -164,7 +164,7 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
     """Return one step of a loop that cannot be shorter, on a copy of the network."""
     args, task = run.args, load_task(run.args)
     if mode == "fsdp":  # a sharded network cannot be copied
-        net = build_net(args, task, run.device)
+        net = build_net(args, task).to(run.device)
         shard(net, task.shard_modules(net), mesh_of_ranks(run.device, args.shard_size), args.amp)
     else:
         net = copy.deepcopy(run.state.net)

@@ -305,8 +305,11 @@ SWA_EPOCHS = "test_epochs_that_swa_averages"
 mutant("swa: begins where rounding says", "common", "math.floor(epochs * swa_start + 1e-9)", "math.floor(epochs * swa_start)", SWA_EPOCHS)
 mutant("swa: always the last quarter", "common", "math.floor(epochs * swa_start + 1e-9)", "epochs * 3 // 4", SWA_EPOCHS)
 mutant("swa: every epoch of a cycle", "common", "if schedule not in CYCLES:\n        return", "if True:\n        return", SWA_EPOCHS)
-mutant("swa: the end of the warm-up is the end of a cycle", "common", "return max(0, math.floor(", "return max(-1, math.floor(", SWA_EPOCHS)
-mutant("swa: cycles from the first step", "common", "math.floor((epoch - warmup_epochs) / cycle)", "math.floor(epoch / cycle)", SWA_EPOCHS)
+mutant("swa: the end of the warm-up is the end of a cycle", "common", "cycles > 0.5 and", "True and", SWA_EPOCHS)
+mutant("swa: cycles from the first step", "common", "cycles = (epoch - warmup_epochs) / cycle", "cycles = epoch / cycle", SWA_EPOCHS)
+mutant("swa: in the middle of a cycle", "common", "abs(cycles - round(cycles)) < 1e-9", "True", SWA_EPOCHS)
+mutant("metrics: of the set and of samples under one name", "common", "if both := ", "if both := () and ", "test_metrics_of_the_whole_set_that_cannot_be_right")
+mutant("metrics: views with all of their memory", "common", "v.detach().cpu().clone() if", "v.detach().cpu() if", "test_views_are_not_kept_with_all_of_their_memory")
 mutant("swa: a saw-tooth has no cycle", "common", 'CYCLES = ["cyclic", "sawtooth"]', 'CYCLES = ["cyclic"]', SWA_EPOCHS)
 
 # What accelerators would meet

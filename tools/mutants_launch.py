@@ -128,8 +128,10 @@ mutant("launch: the code of a rank that was ended for another's sake", "machiner
        BLAME)
 mutant("launch: nobody says who was killed", "machinery/launch", "if killed := [rank",
        "if killed := [] and [rank", BLAME)
-mutant("launch: options checked by the ranks", "machinery/launch", "    check_run(args)  # here", "    # here",
-       "test_several_nodes_are_checked_before_anything_is_started")
+mutant("launch: ranks wait for one that has refused its input", "machinery/launch", " or 2 in ended:", ":",
+       "test_refused_input_ends_the_other_ranks_at_once")
+mutant("launch: every rank tells what all refuse", "machinery/processes", "            time.sleep(REPEATED)", "            str(REPEATED)",
+       "test_input_that_all_ranks_refuse_is_told_once[1-waited1]")
 mutant("launch: ranks of one machine meet at a port", "machinery/launch",
        '            os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"\n', "",
        RESTARTS, "test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
@@ -139,7 +141,7 @@ mutant("restart: an early failure is repeated", "machinery/launch",
        "again = useful and attempt", "again = attempt", AGAIN)
 mutant("nodes: launchers restart ranks", "machinery/launch",
        "attempt < RESTARTS and args.nnodes == 1", "attempt < RESTARTS", "test_when_the_launcher_restarts[several machines]")
-mutant("nodes: spawned ranks listen at the host's name", "machinery/launch", "        use_interface_to(urlsplit(args.dist_url).hostname)\n", "",
+mutant("nodes: spawned ranks listen at the host's name", "machinery/launch", "            use_interface_to(url.hostname)\n", "",
        f"{LOST_NODE}[spawn-killed]")
 mutant("nodes: a lost node is not called so", "machinery/launch",
        "if nnodes > 1 and {LOST, FAILED} & set(failed):", "if False:",

@@ -160,12 +160,10 @@ mutant("nodes: workers are compared", "machinery/options",
 
 # ----------------------------------------------------------------------------------------------------------------------- machinery/check.py
 
-mutant("slurm: only the first task checks", "machinery/check", "(torchrun and os.environ", "(os.environ", "test_every_task_of_srun_checks")
+mutant("slurm: only the first task checks", "machinery/check", "together and os.environ", "os.environ", "test_every_task_of_srun_checks")
 mutant("check: in the process of the run", "machinery/check",
-       "pool.submit(check, args, on_cpu).result()", "check(args, on_cpu)",
+       "pool.submit(check_given).result()", "check(*given)",
        "test_check_starts_no_thread_and_draws_no_random_number", "test_check_leaves_no_trace_in_the_state_of_the_task[single-1]")
-mutant("check: says what the run will say again", "machinery/check", "contextlib.redirect_stdout(io.StringIO())", "contextlib.nullcontext()",
-       "test_check_is_silent")
 LAST_LACKS = "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]"
 mutant("check: names of metrics are not compared", "machinery/check", "val_set, indices, on_cpu, meter)",
        "val_set, [*indices], on_cpu, common.Meter(meter.device))", LAST_LACKS)
@@ -184,7 +182,7 @@ mutant("check: a loss for each pair of samples", "machinery/check", "if len(loss
 mutant("check: no metric", "machinery/check", "if not (metrics or net.training) or RESERVED", "if RESERVED", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
 mutant("check: a mean is a metric", "machinery/check", "else meter).add(loss=losses, **metrics)", "else meter).add(loss=losses)",
        f"{REFUSED}[single-1 --task TMP/metrics-mean.py]")
-mutant("nodes: --dist-url is not checked", "machinery/check",
+mutant("nodes: --dist-url is not checked", "machinery/launch",
        "check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)", "pass",
        "test_pitfall_40_unusable_address_is_an_error[tcp://no-such-host.invalid:29500]")
 mutant("check: a checkpoint that lacks its parts is a traceback", "machinery/check",
@@ -196,11 +194,11 @@ mutant("check: settings of the optimizer are not tried", "machinery/check", "opt
        f"{REFUSED}[single-1 --optimizer adamw --momentum 1]")
 mutant("check: what only the accelerator can do is refused", "machinery/check", "if on_cpu:", "if True:",
        "test_model_that_only_the_accelerator_can_run_is_not_refused")
-mutant("check: a metric named count", "machinery/check", 'RESERVED = {"loss", "count", "event", "epoch", ',
+mutant("check: a metric named count", "machinery/tasks", 'RESERVED = {"loss", "count", "event", "epoch", ',
        'RESERVED = {"loss", "event", "epoch", ', "test_names_that_the_log_uses_itself_are_no_metrics")
-mutant("check: a metric named epoch", "machinery/check", 'RESERVED = {"loss", "count", "event", "epoch", ',
+mutant("check: a metric named epoch", "machinery/tasks", 'RESERVED = {"loss", "count", "event", "epoch", ',
        'RESERVED = {"loss", "count", "event", ', "test_names_that_the_log_uses_itself_are_no_metrics")
-mutant("model: initial weights without the seed", "machinery/tasks", "    torch.manual_seed(args.seed)\n    net =", "    net =",
+mutant("model: initial weights without the seed", "machinery/tasks", "    torch.manual_seed(args.seed)\n", "",
        "test_seed_decides_the_initial_weights")
 mutant("options: a task without metrics", "machinery/tasks", "needed = [name for name in Task._fields if", "needed = [name for name in Task._fields[:3] if", f"{REFUSED}[single-1 --task TMP/three.py]")
 mutant("options: keyword-only options of a task not filled in", "machinery/tasks",
@@ -307,9 +305,26 @@ mutant("options: of a task are not asked for", "machinery/options", "task_option
        "test_options_of_a_task_are_parsed_stored_and_compared")
 mutant("options: every task is run to parse", "machinery/options", "or not adds.search(path.read_bytes())", "",
        "test_task_without_options_is_not_run_to_parse_the_command_line")
-mutant("options: a task's defaults of any kind", "machinery/options", "if not isinstance(action.default, PLAIN):", "if False:",
+mutant("options: a task's defaults of any kind", "machinery/options", "refuse(not is_plain(value), f", "refuse(False, f",
        "test_options_of_a_task_that_cannot_be_right_are_refused")
-mutant("best: an unknown metric of the whole set", "machinery/run", "        if name not in metrics:\n", "        if False:\n",
+TASK_OPTIONS = "test_options_of_a_task_that_cannot_be_right_are_refused"
+mutant("options: lists of anything", "machinery/options", "return all(is_plain(item) for item in value)", "return True", TASK_OPTIONS)
+mutant("options: a task that imports all is not asked", "machinery/options", r"|\bimport \*", "", "test_options_of_a_task_may_be_imported")
+mutant("options: a task that speaks of them must have them", "machinery/options", 'getattr(fresh[path], "add_options", None)', "fresh[path].add_options", "test_task_that_only_speaks_of_options_is_no_error")
+mutant("options: the task is run again", "machinery/tasks", "fresh.pop(path, None) or ", "", "test_task_with_options_is_run_once_in_a_process")
+mutant("options: an evaluation does not mind those of a task", "machinery/files", "keys(EVALUATED) | {*args.task_options}", "keys(EVALUATED)", "test_evaluation_minds_the_options_of_a_task")
+mutant("options: what a task puts into args is stored", "machinery/run", 'checkpoint["config"] = declared(self.args)', 'checkpoint["config"] = vars(self.args)', "test_run_goes_on_with_an_option_that_is_new_and_with_what_a_task_puts_into_args")
+mutant("best: fixed before there is a score", "machinery/files", 'if checkpoint["best"] is None and', "if False and", "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")
+mutant("best: may change with a score", "machinery/files", 'if checkpoint["best"] is None and', "if", "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")
+mutant("metrics: of the set draw what is next", "machinery/tasks", "    seed_rng(seed, -2, 0)", "    str()", "test_metric_of_the_whole_set_may_draw_numbers_and_ask_for_options")
+mutant("metrics: of the set may use a name of the log", "machinery/tasks", "if taken := ", "if taken := () and ", "test_metrics_of_the_whole_set_that_cannot_be_right")
+mutant("metrics: lists for nobody", "machinery/check", 'lists = "" if task.dataset_metrics else', 'lists = "" if True else', "test_lists_that_nobody_uses_are_refused")
+mutant("check: the optimizer makes no step", "machinery/check", "        optimizer.step()\n", "", "test_optimizer_that_cannot_be_right_is_refused")
+mutant("optimizer: sees classes that sharding has changed", "machinery/tasks", "            module.__class__ = kind\n", "            str()\n", "test_groups_by_kind_of_layer_are_the_same_with_sync_bn")
+mutant("optimizer: classes stay as built", "machinery/tasks", "            module.__class__ = now\n", "            str()\n", "test_network_has_its_own_classes_again_after_the_optimizer")
+mutant("resume: numbers of the state take the type of the weights", "machinery/run", "now[name] = saved.to(now[name].device)", "now[name] = now[name]", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
+mutant("options: --step-gamma without effect", "machinery/options", "unused = args.step_gamma != 0.1", "unused = False", "test_final_rate_without_effect_is_refused")
+mutant("best: an unknown metric of the whole set", "machinery/run", '        if name not in (*names, "loss"):\n', "        if False:\n",
        "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")
 NO_SWA = "test_swa_that_would_average_nothing_is_refused"
 mutant("options: --swa-start without SWA", "machinery/options", 'unused = args.average != "swa" and args.swa_start != 0.75', "unused = False", NO_SWA)
@@ -320,8 +335,8 @@ mutant("tasks: lists in the training log", "machinery/tasks", "if not isinstance
 mutant("tasks: training metrics are computed unasked", "machinery/tasks", 'found.setdefault("train_metrics", no_metrics)', 'found.setdefault("train_metrics", found["per_sample_metrics"])',
        "test_training_log_has_the_loss_alone_unless_a_task_asks")
 mutant("task: no metrics in the training log", "task", "train_metrics = per_sample_metrics", "", "test_shipped_task_logs_its_metrics_of_the_training")
-mutant("check: a metric named like the rate", "machinery/check", '"global_step", "lr", ', '"global_step", ', "test_names_that_the_log_uses_itself_are_no_metrics")
-mutant("check: a metric named like the waiting", "machinery/check", '"skipped", "data_wait", ', '"skipped", ', "test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a metric named like the rate", "machinery/tasks", '"global_step", "lr", ', '"global_step", ', "test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("check: a metric named like the waiting", "machinery/tasks", '"skipped", "data_wait", ', '"skipped", ', "test_names_that_the_log_uses_itself_are_no_metrics")
 WARNED = "test_cpu_is_said_where_an_accelerator_has_a_driver"
 mutant("device: a CPU in place of the accelerator is not said", "machinery/processes", "        warn_of_cpu(name)\n", "", WARNED)
 mutant("device: a chosen CPU is warned of", "machinery/processes", 'if name == "auto" and driver', "if driver", WARNED)

@@ -37,7 +37,7 @@ mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX,
        "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
        "test_signal_to_all_ranks_is_one_signal")
-mutant("stop: without saving", "machinery/run", "if self.files:\n            config", "if self.files and not self.stopping:\n            config", f"{BITWISE}[single-1-9]")
+mutant("stop: without saving", "machinery/run", "if self.files:\n            checkpoint |=", "if self.files and not self.stopping:\n            checkpoint |=", f"{BITWISE}[single-1-9]")
 mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(lambda: self._open(built))",
        'self._open(built) if __import__("os").environ.get("LOCAL_RANK", "0") == "0" else None',
        "test_pitfall_32_one_rank_of_all_machines_saves")
@@ -48,8 +48,8 @@ mutant("divergence: not seen at the end", "machinery/run",
 mutant("resume: a model that does not fit is a traceback", "machinery/run",
        "except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:", "except ZeroDivisionError as error:",
        "test_checkpoint_of_other_data_or_another_model_is_refused")
-mutant("save: whatever a task puts into its arguments", "machinery/run", 'if isinstance(v, PLAIN)}',
-       '}', "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
+mutant("save: whatever a task puts into its arguments", "machinery/options", "for name, value in vars(args).items() if name in names}",
+       "for name, value in vars(args).items()}", "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
 mutant("swa: statistics not estimated", "machinery/run",
        'if self.args.average == "swa" and state.step == self.steps_per_epoch:', "if False:",
        "test_swa_statistics_are_those_that_torch_estimates")
@@ -78,9 +78,9 @@ mutant("nodes: only one rank finds the difference", "machinery/run", 'raise by_a
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
        "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
-mutant("nodes: what a task put into args is compared", "machinery/run", "for key, value in given if key in shared}", "for key, value in given}",
+mutant("nodes: what a task put into args is compared", "machinery/run", "in declared(args).items() if name not in own}", "in vars(args).items() if name not in own}",
        "test_what_belongs_to_a_node_may_differ")
-mutant("nodes: options of a task are not compared", "machinery/run", "- keys(PER_NODE) | {*args.task_options}", "- keys(PER_NODE)",
+mutant("nodes: options of a task are not compared", "machinery/run", "own = keys(PER_NODE)", "own = keys(PER_NODE) | {*args.task_options}",
        "test_options_of_a_task_must_be_the_same_on_all_nodes")
 mutant("save: a run that could not be saved ends well", "machinery/run",
        "        if refused:\n            raise", "        if False:\n            raise",
@@ -163,7 +163,7 @@ TIES = "test_the_first_of_equal_scores_stays_the_best"
 mutant("best: the last of equal scores", "machinery/run", "or sign * score > sign", "or sign * score >= sign", TIES)
 mutant("best: infinity", "machinery/run", "if math.isfinite(score)", "if not math.isnan(score)", TIES)
 mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
-mutant("best: by the loss", "machinery/run", 'name = args.best or next(name for name in metrics if name != "loss")', "name = args.best or next(iter(metrics))", "test_first_metric_that_is_no_loss_decides")
+mutant("best: by the loss", "machinery/run", 'names = [name for name in metrics if name not in ("loss", "count")]', "names = [*metrics]", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
@@ -191,7 +191,7 @@ mutant("resume: fused of the other device", "machinery/run",
 mutant("save: NaN is written", "machinery/files", "        if bad:", "        if False:", "test_non_finite_parameters_never_reach_a_file")
 mutant("save: NaN in the average is written", "machinery/files", ', *checkpoint["average"].items()]', "]",
        "test_non_finite_average_never_reaches_a_file")
-mutant("resume: changed options not noticed", "machinery/files", 'check_config(args, checkpoint["config"], path)', "pass",
+mutant("resume: changed options not noticed", "machinery/files", '    check_config(args, config, path)', "    pass",
        "test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]")
 mutant("resume: a task may not move", "machinery/files", "then, now = Path(then).name, Path(now).name", "pass",
        "test_task_may_move_to_another_folder")
@@ -318,15 +318,15 @@ mutant("folder: a task of one's own is called digits", "machinery/files", 'if ar
 mutant("resume: every optimizer can be fused", "machinery/run", 'if "fused" in now:', "if True:",
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
 mutant("best: highest loss", "machinery/run", '-1 if name == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
-mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or next(', "name = next(",
+mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or [', "name = [",
        "test_lowest_loss_or_a_named_metric_decides")
 mutant("best: an unknown metric", "machinery/check",  "unknown = args.best not in (None, *meter.sums)", "unknown = False",
        "test_metric_that_the_task_does_not_have_is_refused")
-mutant("eval-only: weights from elsewhere refused", "machinery/files", "nothing = args.eval_only and not args.weights", "nothing = args.eval_only",
+mutant("eval-only: weights from elsewhere refused", "machinery/files", "nothing = args.eval_only and args.resume", "nothing = args.eval_only",
        "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")
 mutant("eval-only: needs a checkpoint", "machinery/options", "args.eval_only and not args.resume and not args.weights", "args.eval_only and not args.resume",
        "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")
-mutant("save: no names of classes", "machinery/run", '        checkpoint["classes"] = self.classes\n', "", "test_checkpoint_names_the_classes")
+mutant("save: no names of classes", "machinery/run", ', "classes": self.classes}', '}', "test_checkpoint_names_the_classes")
 HEADER = "test_header_says_what_runs_where"
 mutant("header: a share without the micro-batches", "machinery/run", "math.ceil(args.batch_size / args.accum_steps) / devices", "args.batch_size / devices", HEADER)
 mutant("header: replicas are not counted", "machinery/run", 'devices = common.get_world_size() * getattr(args, "replicas", 1)', "devices = common.get_world_size()", f"{HEADER}[dp-2-2-16]")
@@ -365,7 +365,7 @@ mutant("fsdp: fp16", "machinery/options", 'refuse(args.amp == "fp16", ', "refuse
 mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % groups != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
 
 # What accelerators would meet
-mutant("resume: strides of the checkpoint", "machinery/run", "torch.empty_like(parameter, dtype=value.dtype).copy_(value)", "value",
+mutant("resume: strides of the checkpoint", "machinery/run", "torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)", "saved",
        "test_restored_optimizer_has_the_strides_of_the_parameters")
 mutant("divergence: every step waits for the device", "machinery/run", "if logs or saves:", "if True:",
        "test_steps_between_log_lines_do_not_wait_for_the_device")

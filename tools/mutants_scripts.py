@@ -56,8 +56,10 @@ for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
            'run.save("last.pt")\n        eval_model = average.module if average.n_averaged else net',
            f"test_swa_statistics_are_the_same_in_every_mode[{mode}-{n}-{'others0' if mode == 'dp' else 'None'}]")
 
-for mode in ("single", "dp"):
-    mutant(f"{mode}: options not checked", f"train_{mode}", "    check_run(args)\n", "", f"test_script_alone_checks_too[{mode}]")
+for mode in ("single", "dp", "ddp", "spawn", "fsdp"):
+    mutant(f"{mode}: options not checked", f"train_{mode}", "    check_run(args, task, train_set, val_set, net)", "    str()",
+           f"test_script_alone_checks_too[{mode}]")
+mutant("ddp: the model stays on the CPU", "train_ddp", "    net.to(device)\n", "", "test_pitfall_17_device_is_chosen_before_anything_else")
 
 for mode in ("single", "dp", "ddp", "spawn"):
     n = {"single": 1, "dp": 2, "ddp": 2, "spawn": 3}[mode]
@@ -138,8 +140,6 @@ mutant("ddp: --grad-compress ignored", "train_ddp", "    common.compress_gradien
        "test_compressed_gradients_differ_by_their_rounding[bf16]")
 mutant("schedule: stands still when a step is skipped", "train_ddp", "        state.scheduler.step()\n",
        "        if not state.scaler.in_a_row:\n            state.scheduler.step()\n", "test_pitfall_22_skipped_steps_are_counted")
-mutant("ddp: options not checked", "train_ddp", "    check_run(args)\n", "",
-       "test_script_alone_checks_too[ddp]")
 
 # --------------------------------------------------------------------------------------------------------------------------- train_spawn.py
 
@@ -147,8 +147,6 @@ mutant("spawn: --timeout not handed on", "train_spawn", "timeout(args.timeout), 
        "test_timeout_reaches_the_process_group[spawn-2]")
 mutant("spawn: local rank for rank", "train_spawn", "rank = args.node_rank * args.nproc + local_rank", "rank = local_rank",
        "test_pitfall_40_two_launchers_are_one_job")
-mutant("spawn: arguments checked after the start", "train_spawn", "    check_run(args)\n", "",
-       "test_spawn_checks_before_it_starts_a_process")
 for script in ("ddp", "spawn"):
     mutant(f"{script}: the optimizer sees synchronised layers", f"train_{script}", "optimizer = task.build_optimizer(args, net)",
            "net = convert_sync_batchnorm(net, device)\n    optimizer = task.build_optimizer(args, net)",
