@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from common import autocast, to_device
@@ -31,16 +32,31 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh, amp: str) 
     """
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if amp == "bf16":
-        # Norms stay in float32: torch refuses bf16 weights beside float32 inputs or statistics.
-        for norm in [module for module in net.modules() if isinstance(module, NORMS)]:
-            if [*norm.parameters()]:
-                fully_shard(norm, mesh=mesh, mp_policy=policy)
-        half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        policy = MixedPrecisionPolicy(**half, cast_forward_inputs=False)
+        # torch refuses bf16 weights beside float32 inputs, statistics or other buffers.
+        exact = [module for module in net.modules() if needs_float32(module)]
+        for module in reversed(exact):  # parts before the whole
+            if module is not net:
+                fully_shard(module, mesh=mesh, mp_policy=policy)
+        done = {part for module in exact for part in module.modules()}
+        modules = [module for module in modules if module not in done]
+        if net not in exact:
+            half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            policy = MixedPrecisionPolicy(**half, cast_forward_inputs=False)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     # What is left is small, and the backward needs it next.
     fully_shard(net, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+
+
+def needs_float32(module: nn.Module) -> bool:
+    """Return whether a module computes with its parameters outside of autocast.
+
+    Norms do, and what holds a buffer beside parameters, as spectral norm in both of torch's forms.
+    """
+    buffers = [value for value in module.buffers(recurse=False) if value.is_floating_point()]
+    kind = isinstance(module, NORMS) or parametrize.is_parametrized(module) or bool(buffers)
+    own = module.parameters(recurse=parametrize.is_parametrized(module))
+    return kind and bool([*own])
 
 
 @torch.no_grad()

@@ -133,13 +133,35 @@ from pit_models import build_datasets, per_sample_loss, per_sample_metrics
 class Net(nn.Sequential):
     def forward(self, images):
         return super().forward(images.flatten(1).float() / 90 - 0.8)
+class Shift(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("matrix", torch.eye(size))
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.inner = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size))
+    def forward(self, value):
+        with torch.autocast("cpu", enabled=False):
+            shift = self.matrix @ self.weight
+        return self.inner(value) + shift
 def build_model(args):
     norm = nn.BatchNorm1d(32, momentum=None) if args.model == "batch" else nn.LayerNorm(32)
-    return Net(nn.LayerNorm(64), nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
+    middle = nn.Linear(64, 32)
+    if args.model == "spectral":
+        middle = nn.utils.parametrizations.spectral_norm(middle)
+    elif args.model == "old spectral":
+        middle = nn.utils.spectral_norm(middle)
+    elif args.model == "block":
+        middle = nn.Sequential(middle, Shift(32))
+    net = Net(nn.LayerNorm(64), middle, norm, nn.ReLU(), nn.Linear(32, 10))
+    if args.model == "root":
+        net.register_buffer("mean", torch.zeros(3))
+        net.scale = nn.Parameter(torch.ones(3))
+        net.register_forward_hook(lambda module, inputs, out: out + module.mean @ module.scale)
+    return net
 """
 
 
-@pytest.mark.parametrize("norm", ["batch", "layer"])
+@pytest.mark.parametrize("norm", ["batch", "layer", "spectral", "old spectral", "block", "root"])
 def test_norms_keep_float32_weights_in_bf16(norm, tmp_path, monkeypatch):
     """Their inputs or statistics are float32, beside which torch refuses weights in bf16."""
     monkeypatch.syspath_prepend(str(TASKS))
