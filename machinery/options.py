@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import enum
 import importlib.util
 import math
@@ -67,7 +68,7 @@ def option(
 ) -> None:
     """Declare an option of all scripts, or of the named modes alone; `kind` is a type or a list."""
     if default not in (None, []):
-        text += " (default: %(default)s)"
+        text += " (default: task.py)" if default == TASK else " (default: %(default)s)"
     settings |= {"choices": kind} if isinstance(kind, list) else {"type": kind, "metavar": metavar}
     settings |= {"default": default, "help": text}
     OPTIONS.append(Option(groups[-1], name, traits, modes, settings))
@@ -130,7 +131,8 @@ flag("--balanced", NONE, "draw samples with replacement, from each class equally
 option("--image-size", number(int, 8), "N", None, EVALUATED,
        "side of the square images of imagefolder and synthetic")
 option("--workers", whole, "N", None, FREE,
-       "loader processes per device (default: 0 for data in memory, else its cores, at most 8)")
+       "loader processes per device (default: 0 if the data set is `in_memory`, as the digits are, "
+       "else its cores, at most 8)")
 
 group("model")
 option("--model", filled, "NAME", "digitnet", EVALUATED,
@@ -176,7 +178,7 @@ option("--amp", ["off", "bf16", "fp16"], None, "off", NONE, "automatic mixed pre
 flag("--compile", MAY_CHANGE, "torch.compile the model")
 flag("--channels-last", MAY_CHANGE, "store images and filters as NHWC")
 option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
-       "of the parameters; float64 is for proofs")
+       "of the parameters; in float64 all modes print the same digits")
 
 group("distribution")
 flag("--sync-bn", NONE, "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
@@ -233,7 +235,11 @@ def keys(trait: Trait) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        known = self._option_string_actions
+        close = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        hint = f"did you mean {close[0]}?" if close else "--help lists the options"
+        raise UsageError(f"{message.removeprefix('argument ')} ({hint})")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         raise Stopped(status, "")  # after --help
@@ -241,7 +247,9 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
     """Return the parser of a mode: single, dp, ddp, spawn or fsdp."""
-    parser = Parser(prog=f"train_{mode}.py", allow_abbrev=False)
+    start = f"Start it with: bash run.sh {mode} {'' if mode == 'single' else '[N] '}[options]"
+    usage = f"train_{mode}.py [options]"
+    parser = Parser(prog=f"train_{mode}.py", usage=usage, description=start, allow_abbrev=False)
     groups: dict[str, Any] = {}
     for option in OPTIONS:
         if option.modes and mode not in option.modes:

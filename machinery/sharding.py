@@ -52,7 +52,10 @@ def needs_float32(module: nn.Module) -> bool:
     """Return whether a module computes with its parameters outside of autocast.
 
     Norms do, and what holds a buffer beside parameters, as spectral norm in both of torch's forms.
+    InstanceNorm may compute in bf16. For itself it cannot be sharded: it returns a view.
     """
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        return False
     buffers = [value for value in module.buffers(recurse=False) if value.is_floating_point()]
     kind = isinstance(module, NORMS) or parametrize.is_parametrized(module) or bool(buffers)
     own = module.parameters(recurse=parametrize.is_parametrized(module))

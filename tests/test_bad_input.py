@@ -246,7 +246,8 @@ CASES = [
     ("single", 1, "--timeout 0", "--timeout: must be a number, 1 to 1000000000, got 0"),
     ("single", 1, "--save-every 0", "--save-every: must be a whole number, at least 1, got 0"),
     ("single", 1, "--no-such-option", "unrecognized arguments: --no-such-option"),
-    ("single", 1, "--batch 32", "unrecognized arguments: --batch 32"),
+    ("single", 1, "--batch 32", "unrecognized arguments: --batch 32 (did you mean --batch-size?)"),
+    ("single", 1, "--zzz", "unrecognized arguments: --zzz (--help lists the options)"),
     ("single", 1, "stray", "unrecognized arguments: stray"),
     ("single", 1, "--replicas 2", "unrecognized arguments: --replicas 2"),
     (

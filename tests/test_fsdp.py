@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import ROOT, TASKS, compare, in_group, make_args, single_run, train, undisturbed
 from launches import free_port
-from patches import BASE, stop_after, without_speed
+from patches import BASE, in_process, stop_after, without_speed
 from torch import nn
 
 import common
@@ -152,6 +152,9 @@ def build_model(args):
         middle = nn.utils.spectral_norm(middle)
     elif args.model == "block":
         middle = nn.Sequential(middle, Shift(32))
+    elif args.model == "instance":
+        tracked = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        middle = nn.Sequential(middle, nn.Unflatten(1, (4, 4, 2)), tracked, nn.Flatten())
     net = Net(nn.LayerNorm(64), middle, norm, nn.ReLU(), nn.Linear(32, 10))
     if args.model == "root":
         net.register_buffer("mean", torch.zeros(3))
@@ -161,7 +164,9 @@ def build_model(args):
 """
 
 
-@pytest.mark.parametrize("norm", ["batch", "layer", "spectral", "old spectral", "block", "root"])
+@pytest.mark.parametrize(
+    "norm", ["batch", "layer", "spectral", "old spectral", "block", "root", "instance"]
+)
 def test_norms_keep_float32_weights_in_bf16(norm, tmp_path, monkeypatch):
     """Their inputs or statistics are float32, beside which torch refuses weights in bf16."""
     monkeypatch.syspath_prepend(str(TASKS))
@@ -173,6 +178,19 @@ def test_norms_keep_float32_weights_in_bf16(norm, tmp_path, monkeypatch):
     assert shards.code == ranks.code == 0 and not shards.err, shards.err
     for line, wanted in zip(shards.eval_lines(), ranks.eval_lines(), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+
+
+def print_what_needs_float32():
+    import machinery.sharding
+
+    tracked = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    kinds = nn.BatchNorm2d(4), nn.LayerNorm(4), tracked, nn.Linear(4, 4)
+    print([machinery.sharding.needs_float32(module) for module in kinds])
+
+
+def test_instance_norm_is_not_sharded_for_itself():
+    """torch would warn: it returns a view of what the hooks of the sharding must see."""
+    assert in_process(print_what_needs_float32) == "[True, True, False, False]\n"
 
 
 # ------------------------------------------------------------------------------------ what is cut

@@ -360,6 +360,7 @@ EXACT = "test_norms_keep_float32_weights_in_bf16"
 mutant("fsdp: norms in bf16", "machinery/sharding", "kind = isinstance(module, NORMS) or", "kind =", f"{EXACT}[batch]")
 mutant("fsdp: spectral norm in bf16", "machinery/sharding", "parametrize.is_parametrized(module) or bool", "bool", f"{EXACT}[spectral]")
 mutant("fsdp: a weight in bf16 beside its buffer", "machinery/sharding", " or bool(buffers)", "", f"{EXACT}[old spectral]")
+mutant("fsdp: a view that is not to be changed", "machinery/sharding", "if isinstance(module, nn.modules.instancenorm._InstanceNorm):", "if False:", "test_instance_norm_is_not_sharded_for_itself")
 mutant("fsdp: the whole before its parts", "machinery/sharding", "in reversed(exact):", "in exact:", f"{EXACT}[block]")
 mutant("fsdp: a part is cut twice", "machinery/sharding", "if module not in done]", "if True]", f"{EXACT}[block]")
 mutant("fsdp: the network is cut twice", "machinery/sharding", "            if module is not net:\n", "            if True:\n", f"{EXACT}[root]")

@@ -104,7 +104,7 @@ def options_page() -> str:
         value += " ..." if settings.get("nargs") == "+" else ""
         default = "off" if switch else settings["default"]
         default = "task.py" if option.name == "--task" else "" if default in (None, []) else default
-        meaning = settings["help"].replace(" (default: %(default)s)", "")
+        meaning = re.sub(r" \(default: (%\(default\)s|task.py)\)", "", settings["help"])
         meaning += f" ({', '.join(option.modes)} only)" if option.modes else ""
         cells = [f"`{option.name}`", value, str(default), meaning]
         lines.append(f"| {' | '.join(cell.replace('|', ', ') for cell in cells)} |")
