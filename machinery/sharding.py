@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
@@ -46,6 +46,9 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh, amp: str) 
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     # What is left is small, and the backward needs it next.
     fully_shard(net, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    for module in net.modules():  # gloo's mean of shards is a sum in torch 2.8
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def needs_float32(module: nn.Module) -> bool:
