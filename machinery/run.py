@@ -109,8 +109,24 @@ def whole(value: Any) -> Any:
         return type(value)(whole(item) for item in value)
     if not isinstance(value, Tensor):
         return value
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value  # of all shards
+    value = joined(value) if hasattr(value, "full_tensor") else value
     return value.cpu() if get_rank() == 0 else None
+
+
+def joined(shards: Tensor) -> Tensor:
+    """Return the whole of a tensor that is cut among the ranks. Call it on every rank.
+
+    `full_tensor` does the same by another collective call, in which gloo crashed once. The forward
+    makes this one.
+    """
+    own, group = shards.to_local(), shards.device_mesh.get_group(-1)
+    ranks = dist.get_world_size(group)
+    rows = math.ceil(len(shards) / ranks)  # on each rank; the last ones may have fewer, or none
+    padded = own.new_zeros(rows, *shards.shape[1:])
+    padded[: len(own)] = own
+    whole = own.new_empty(rows * ranks, *shards.shape[1:])
+    dist.all_gather_into_tensor(whole, padded, group=group)
+    return whole[: len(shards)].clone()  # a file would hold the padding too
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
