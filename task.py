@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import fcntl
 import functools
 import os
@@ -344,9 +345,12 @@ def build_model(args: argparse.Namespace) -> nn.Module:
 def torchvision_model(args: argparse.Namespace, channels: int, classes: int) -> nn.Module:
     from torchvision import models
 
-    if args.model not in models.list_models(module=models):
+    known = models.list_models(module=models)
+    if args.model not in known:
+        close = difflib.get_close_matches(args.model.lower(), [*BUILT_IN, *known], 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
         problem = "unknown; use digitnet, resnet9 or a classification model of torchvision"
-        raise UsageError(f"--model {args.model}: {problem}, as resnet18")
+        raise UsageError(f"--model {args.model}: {problem}, as resnet18{hint}")
     if channels != 3:
         problem = f"takes 3 channels, --dataset {args.dataset} has {channels}"
         raise UsageError(f"--model {args.model} {problem}; use digitnet or resnet9")

@@ -123,7 +123,7 @@ class RunFiles:
 
     def __init__(self, args: argparse.Namespace, samples: int, built: dict[str, Any]) -> None:
         self.directory = directory = output_directory(args)
-        self.writer = None
+        self.writer = self.best_epoch = None  # of best.pt, counted from 1
         tensors = {name: value for name, value in built.items() if isinstance(value, Tensor)}
         infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
         self.by_design = {name: tensors[name].clone() for name in infinite}
@@ -168,6 +168,7 @@ class RunFiles:
             with contextlib.suppress(UsageError):  # no such file, or damaged
                 found = load_checkpoint(name)
                 if found["best"] == best:
+                    self.best_epoch = found["epoch"]
                     if name.parent != self.directory:
                         save_checkpoint(found, self.directory / "best.pt")
                     return True
@@ -216,6 +217,8 @@ class RunFiles:
         os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
         for name in names:
             save_checkpoint(checkpoint, self.directory / name)
+        if "best.pt" in names:
+            self.best_epoch = checkpoint["epoch"]
         return ""
 
     def close(self) -> None:

@@ -75,8 +75,8 @@ def option(
 
 
 def flag(name: str, traits: Trait, text: str) -> None:
-    """Declare an option with a negative form: --compile and --no-compile."""
-    settings = {"action": argparse.BooleanOptionalAction, "default": False, "help": text}
+    """Declare a switch with a negative form: --compile and --no-compile."""
+    settings = {"action": "store_true", "default": False, "help": text}
     OPTIONS.append(Option(groups[-1], name, traits, (), settings))
 
 
@@ -119,11 +119,24 @@ TASK = str(Path(__file__).resolve().parent.parent / "task.py")
 
 # fmt: off
 
-group("data")
+group("most used")
+option("--task", filled, "FILE.py", TASK, EVALUATED | PER_NODE, "the problem to train on")
 datasets = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "synthetic"]
 option("--dataset", datasets, None, "digits", EVALUATED, "what the default task trains on")
 option("--data-dir", filled, "DIR", None, FREE,
        "directory of the data set's files; digits and synthetic need none")
+option("--model", filled, "NAME", "digitnet", EVALUATED,
+       "digitnet, resnet9, or any torchvision classification model")
+option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
+option("--batch-size", positive, "N", 64, NONE, "samples per optimizer step, over all devices")
+option("--lr", amount, "X", 0.1, NONE, "peak learning rate")
+option("--amp", ["off", "bf16", "fp16"], None, "off", NONE, "automatic mixed precision")
+option("--output-dir", filled, "DIR", None, FREE,
+       "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
+option("--resume", filled, "auto|FILE", None, FREE,
+       "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
+
+group("data")
 flag("--download", FREE, "fetch the data set into --data-dir if it is missing")
 flag("--skip-corrupt", MAY_CHANGE,
        "replace a sample that cannot be read by the next one; else the run ends")
@@ -135,24 +148,18 @@ option("--workers", whole, "N", None, FREE,
        "else its cores, at most 8)")
 
 group("model")
-option("--model", filled, "NAME", "digitnet", EVALUATED,
-       "digitnet, resnet9, or any torchvision classification model")
 option("--weights", filled, "FILE|default", None, FREE,
        "start from the tensors in FILE that fit; default: torchvision's for --model")
 option("--freeze", filled, "PATTERN", [], EVALUATED,
        "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
        nargs="+")
-option("--task", filled, "FILE.py", TASK, EVALUATED | PER_NODE, "the problem to train on")
 
 group("optimization")
-option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
-option("--batch-size", positive, "N", 64, NONE, "samples per optimizer step, over all devices")
 option("--accum-steps", positive, "N", 1, NONE,
        "micro-batches per optimizer step; each is cut among the devices")
 option("--eval-batch-size", positive, "N", None, NONE,
        "samples per forward in evaluation (default: a micro-batch, at most 128)")
 option("--optimizer", list(OPTIMIZERS), None, "sgd", EVALUATED, "update rule")
-option("--lr", amount, "X", 0.1, NONE, "peak learning rate")
 option("--momentum", share, "X", 0.9, NONE, "of sgd; the first beta of adamw")
 flag("--nesterov", NONE, "Nesterov momentum, sgd only")
 option("--weight-decay", amount, "X", 1e-3, NONE, "on every parameter")
@@ -174,7 +181,6 @@ option("--swa-start", share, "FRACTION", 0.75, NONE,
        "swa: average epochs after this share of the run; with a cyclic rate, where it is lowest")
 
 group("speed and precision")
-option("--amp", ["off", "bf16", "fp16"], None, "off", NONE, "automatic mixed precision")
 flag("--compile", MAY_CHANGE, "torch.compile the model")
 flag("--channels-last", MAY_CHANGE, "store images and filters as NHWC")
 option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
@@ -211,10 +217,6 @@ option("--best", filled, "NAME", None, NONE,
        "what decides best.pt: a metric (default: the first), or loss, whose lowest value is best")
 option("--seed", number(int, 0, 2**63 - 1), "N", 0, NONE,
        "of initial weights, order, augmentation, dropout")
-option("--output-dir", filled, "DIR", None, FREE,
-       "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
-option("--resume", filled, "auto|FILE", None, FREE,
-       "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
 option("--save-every", positive, "STEPS", None, MAY_CHANGE,
        "write last.pt this often, not only after each epoch")
 option("--keep-every", positive, "EPOCHS", None, MAY_CHANGE,
@@ -235,9 +237,10 @@ def keys(trait: Trait) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        known = self._option_string_actions
-        close = difflib.get_close_matches(unknown[1], known, 1) if unknown else []
+        wrong = re.search(r"(?:unrecognized arguments: |invalid choice: ')([\w-]+)", message)
+        choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
+        known = choices or self._option_string_actions
+        close = difflib.get_close_matches(wrong[1], known, 1) if wrong else []
         hint = f"did you mean {close[0]}?" if close else "--help lists the options"
         raise UsageError(f"{message.removeprefix('argument ')} ({hint})")
 
@@ -247,7 +250,8 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
     """Return the parser of a mode: single, dp, ddp, spawn or fsdp."""
-    start = f"Start it with: bash run.sh {mode} {'' if mode == 'single' else '[N] '}[options]"
+    start = f"Start it with: bash run.sh {mode} {'' if mode == 'single' else '[N] '}[options]. "
+    start += "What --compile and the like turn on, --no-compile turns off."
     usage = f"train_{mode}.py [options]"
     parser = Parser(prog=f"train_{mode}.py", usage=usage, description=start, allow_abbrev=False)
     groups: dict[str, Any] = {}
@@ -258,6 +262,10 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
             groups[option.group] = parser.add_argument_group(option.group)
         names = [option.name] + ["--local_rank"] * (option.name == "--local-rank")
         groups[option.group].add_argument(*names, **option.settings)
+        if option.settings.get("action") == "store_true":
+            off = {"dest": option.key, "default": False, "help": argparse.SUPPRESS}
+            name = option.name.replace("--", "--no-", 1)
+            groups[option.group].add_argument(name, action="store_false", **off)
     return parser
 
 

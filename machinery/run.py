@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import math
+import shlex
 import signal
 import sys
 import threading
@@ -406,6 +407,11 @@ class Run:
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
             state.best = earlier  # the score of best.pt; rank 0 knows, and it alone saves it
+        if self.files and state.epoch == args.epochs and state.best is not None:
+            path = self.files.directory / "best.pt"
+            print(f"best {name} {state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
+            again = f"--eval-only --resume {shlex.quote(str(path))}"
+            print(f"to evaluate it: the same command with {again}", flush=True)
 
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.
@@ -425,6 +431,10 @@ class Run:
             if broadcast_object(self.refused):
                 how = f"stopped by {self.stopping.name} at step {step}, which was not saved"
                 raise Stopped(3, how)
+            if self.files:
+                directory = shlex.quote(str(self.files.directory))
+                again = f"--output-dir {directory} --resume auto"
+                print(f"to go on: the same command with {again}", flush=True)
             code = SIGNALS[self.stopping]
             raise Stopped(code, f"stopped by {self.stopping.name} after saving step {step}")
 

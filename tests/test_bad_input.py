@@ -145,15 +145,18 @@ CASES = [
         "single",
         1,
         "--model resnet81",
-        "--model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision",
+        "--model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision, "
+        "as resnet18 (did you mean resnet18?)",
     ),
     (
         "single",
         1,
         "--model DigitNet",
-        "--model DigitNet: unknown; use digitnet, resnet9 or a classification model of torchvision",
+        "--model DigitNet: unknown; use digitnet, resnet9 or a classification model of torchvision, "
+        "as resnet18 (did you mean digitnet?)",
     ),
     ("single", 1, "--dataset imagenet", "--dataset: invalid choice: 'imagenet'"),
+    ("single", 1, "--dataset cifar", "(did you mean cifar10?)"),
     ("single", 1, "--dataset cifar10", "--dataset cifar10 needs --data-dir"),
     ("single", 1, "--data-dir TMP", "--data-dir TMP has no effect on --dataset digits"),
     (
@@ -658,9 +661,9 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
     [
         (
             ["bash", "run.sh", "fdsp", "2"],
-            "unknown mode 'fdsp'; use: bash run.sh single|dp|ddp|spawn|fsdp",
+            "unknown mode 'fdsp' (did you mean fsdp?); use: bash run.sh single|dp|ddp|spawn|fsdp",
         ),
-        (["bash", "run.sh", "--nproc", "2"], "unknown mode '--nproc'"),
+        (["bash", "run.sh", "--nproc", "2"], "unknown mode '--nproc'; use: bash"),
         (
             ["bash", "run.sh", "ddp", "0"],
             "N = 0: must be a whole number, at least 1, as in: bash run.sh ddp 2",

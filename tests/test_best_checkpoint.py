@@ -1,6 +1,7 @@
 """Which evaluation is the best, which epochs are kept, and what becomes of both in another folder."""
 
 import math
+import shlex
 
 import pytest
 from harness import check, train
@@ -54,6 +55,28 @@ def test_best_is_not_the_last(tmp_path):
     result = train("single", 1, *BASE, folder=tmp_path, patch=decide_scores)
     best, last = result.checkpoint("best.pt"), result.checkpoint()
     assert (best["epoch"], best["best"]) == (2, 0.9) and (last["epoch"], last["best"]) == (3, 0.9)
+
+
+def test_end_says_what_is_best_and_how_to_go_on(tmp_path):
+    result = train("ddp", 2, *BASE, folder=tmp_path / "new run", patch=decide_scores)
+    best = result.folder / "best.pt"
+    end = [f"best top1 0.900000, in epoch 2: {best}"]
+    end += [f"to evaluate it: the same command with --eval-only --resume {shlex.quote(str(best))}"]
+    assert result.out.splitlines()[-2:] == end
+    first = train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / "1", patch=decide_scores)
+    assert first.out.count("best top1 0.500000, in epoch 1: ") == 1
+    argv = (*BASE, "--epochs", "2", "--resume", "auto")
+    again = train("single", 1, *argv, folder=tmp_path / "1", patch=lower_scores)
+    assert again.out.count("best top1 0.500000, in epoch 1: ") == 1, "best.pt is read at a resume"
+    none = train(
+        "single", 1, *BASE, "--epochs", "1", folder=tmp_path / "2", patch=first_score_is_nan
+    )
+    assert none.code == 0 and "best top1" not in none.out
+
+
+def lower_scores(rank):
+    end_epoch = machinery.run.Run.end_epoch
+    machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(run, {**metrics, "top1": 0.1})
 
 
 def first_score_is_nan(rank):

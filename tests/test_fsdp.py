@@ -320,5 +320,5 @@ def test_run_sh_and_torchrun_start_the_shards(tmp_path):
             [*command, "--output-dir", str(folder)], capture_output=True, text=True, timeout=120
         )
         assert result.returncode == 0, result.stderr
-        lines += [[line for line in result.stdout.splitlines() if "eval" in line]]
+        lines += [[line for line in result.stdout.splitlines() if "  eval  " in line]]
     assert lines[0] == lines[1] and len(lines[0]) == 1

@@ -459,7 +459,7 @@ def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tm
 
 
 @pytest.mark.parametrize("number", BY_STRENGTH)
-def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_path):
+def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_path, capsys):
     run = make_run(tmp_path, "--log-every", "50")
     start_epoch(run)
     make_step(run, [1.0])
@@ -468,6 +468,8 @@ def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_pa
         make_step(run, [1.0])
     assert stopped.value.code == BY_STRENGTH[number]
     assert stopped.value.reason == f"stopped by {number.name} after saving step 2"
+    again = f"--output-dir {run.files.directory} --resume auto"
+    assert capsys.readouterr().out.splitlines()[-1] == f"to go on: the same command with {again}"
     assert (run.files.directory / "last.pt").exists()
 
 

@@ -21,8 +21,14 @@ mutant("options: accumulation not counted", "machinery/options",
 mutant("options: --local_rank unknown", "machinery/options",
        ' + ["--local_rank"] * (option.name == "--local-rank")', "",
        "test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
-mutant("options: booleans cannot be turned off", "machinery/options", '"action": argparse.BooleanOptionalAction', '"action": "store_true"',
+mutant("options: booleans cannot be turned off", "machinery/options", 'action="store_false"', 'action="store_true"',
        "test_booleans_can_be_turned_off_and_help_is_readable[single]")
+mutant("options: --help shows each switch twice", "machinery/options", '"default": False, "help": argparse.SUPPRESS}', '"default": False, "help": "off"}',
+       "test_booleans_can_be_turned_off_and_help_is_readable[single]")
+mutant("options: no other choice is proposed", "machinery/options", "known = choices or self._option_string_actions", "known = self._option_string_actions",
+       f"{REFUSED}[single-1 --dataset cifar]")
+mutant("task: no other model is proposed", "task", "[*BUILT_IN, *known], 1)", "[], 1)", f"{REFUSED}[single-1 --model resnet81]")
+mutant("task: no other model of its own is proposed", "task", "[*BUILT_IN, *known], 1)", "known, 1)", f"{REFUSED}[single-1 --model DigitNet]")
 mutant("options: abbreviations accepted", "machinery/options", "description=start, allow_abbrev=False",
        "description=start, allow_abbrev=True", f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "machinery/options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
@@ -307,7 +313,7 @@ mutant("options: every task is run to parse", "machinery/options", "or not adds.
        "test_task_without_options_is_not_run_to_parse_the_command_line")
 mutant("options: a task's defaults of any kind", "machinery/options", "refuse(not is_plain(value), f", "refuse(False, f",
        "test_options_of_a_task_that_cannot_be_right_are_refused")
-mutant("options: nothing is proposed for a misspelt one", "machinery/options", "if unknown else []", "if not unknown else []", f"{REFUSED}[single-1 --batch 32]")
+mutant("options: nothing is proposed for a misspelt one", "machinery/options", "if wrong else []", "if not wrong else []", f"{REFUSED}[single-1 --batch 32]")
 TASK_OPTIONS = "test_options_of_a_task_that_cannot_be_right_are_refused"
 mutant("options: lists of anything", "machinery/options", "return all(is_plain(item) for item in value)", "return True", TASK_OPTIONS)
 mutant("options: a task that imports all is not asked", "machinery/options", r"|\bimport \*", "", "test_options_of_a_task_may_be_imported")

@@ -336,8 +336,22 @@ mutant("swa: epochs that are lost are averaged again", "machinery/files", "for e
 mutant("save: what followed the first error is shown", "common", "first if isinstance(first, OSError) else error", "error",
        "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
 SHARDED = "test_shards_equal_one_device"
-mutant("shards: not put together in a file", "machinery/run", 'value = value.full_tensor() if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
+mutant("shards: not put together in a file", "machinery/run", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
        "test_file_of_shards_holds_whole_plain_tensors")
+SHARDS = "test_pitfall_44_a_shard_saved_as_the_whole"
+mutant("shards: their padding in the file", "machinery/run", "return whole[: len(shards)].clone()", "return whole[: len(shards)]", SHARDS)
+mutant("shards: the rest of an unequal cut is lost", "machinery/run", "math.ceil(len(shards) / ranks)", "len(shards) // ranks", SHARDS)
+mutant("shards: their padding in the middle", "machinery/run", "padded[: len(own)] = own", "padded[rows - len(own) :] = own", SHARDS)
+mutant("shards: collected among all ranks", "machinery/run", "shards.device_mesh.get_group(-1)", "None", "test_ranks_of_one_row_share_a_copy")
+END = "test_end_says_what_is_best_and_how_to_go_on"
+mutant("end: nothing is said", "machinery/run", "if self.files and state.epoch == args.epochs and state.best is not None:", "if False:", END)
+mutant("end: said without a best", "machinery/run", "state.epoch == args.epochs and state.best is not None:", "state.epoch == args.epochs:", END)
+mutant("end: said after each epoch", "machinery/run", "if self.files and state.epoch == args.epochs and", "if self.files and", END)
+mutant("end: another score", "machinery/run", 'f"best {name} {state.best:.6f}, in', 'f"best {name} {score:.6f}, in', END)
+mutant("end: the epoch of best.pt is forgotten at a resume", "machinery/files", '                    self.best_epoch = found["epoch"]\n', "", END)
+mutant("end: the last epoch", "machinery/files", 'if "best.pt" in names:', "if names:", END)
+mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ', 'str(f"to go on: ',
+       "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("shards: optimizer state is not cut", "machinery/run", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
 mutant("shards: the average is not cut", "machinery/run", "self.average.load_state_dict(cut_like(average, self.average.state_dict()))", "self.average.load_state_dict(average)",
        "test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one[--average ema]")
