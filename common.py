@@ -87,7 +87,7 @@ def broadcast_object(value: Any) -> Any:
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    DDP broadcasts them in the next forward through its wrapper, too late for an evaluation.
+    DDP broadcasts buffers in the next forward through its wrapper, too late for an evaluation.
     Raises RuntimeError if a checksum of a parameter differs between the ranks.
     """
     if not dist.is_initialized():
@@ -352,9 +352,9 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
 # To add a schedule, write a function and name it in SCHEDULES; if it reads `marks`, in USE_MARKS
 # too. It returns learning rate / peak at a global step from `start`, where the warm-up ends, to
 # `end`, where the run ends.
-# `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle. `low` is the
-# factor of a drop, lowest / highest rate of a cycle (both --step-gamma), or last / highest rate
-# (--final-lr).
+# `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle.
+# `low` is --step-gamma for a function that reads `marks`: the factor of a drop, or lowest / highest
+# rate of a cycle. For others it is --final-lr: last / highest rate.
 
 
 def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
@@ -436,8 +436,8 @@ class StepGuard(torch.amp.GradScaler):
     The class overrides a private method of torch's GradScaler; tested with torch 2.8 and 2.15.
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
-    sets it to zero; `in_a_row` counts consecutive ones. When it has reached 10 it stays: the run
-    looks at it where it logs or saves. All stay on the device.
+    sets it to zero; `in_a_row` counts consecutive ones, up to 10: the run looks at it only where it
+    logs or saves. All stay on the device.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:

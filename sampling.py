@@ -290,7 +290,7 @@ def build_loader(
 class _Late(Sampler):
     """Yields nothing until `begun`.
 
-    A DataLoader starts its workers in the first iteration: an empty one starts them now.
+    A DataLoader starts its workers in the first iteration: so one empty iteration starts them here.
     """
 
     def __init__(self, sampler: Sampler) -> None:

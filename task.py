@@ -339,7 +339,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     dtype = getattr(torch, args.dtype)
     # A hook, so that the names of the parameters stay plain.
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
-    return model
+    return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
 
 
 def torchvision_model(args: argparse.Namespace, channels: int, classes: int) -> nn.Module:

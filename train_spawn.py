@@ -29,7 +29,7 @@ def train_one_epoch(
     common.train_mode(model)
     for batch in run.batches(loader):  # sets the sampler's epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
-            model.require_backward_grad_sync = i == args.accum_steps - 1  # one all-reduce per step
+            model.require_backward_grad_sync = i == args.accum_steps - 1  # all-reduce once per step
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)

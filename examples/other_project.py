@@ -82,7 +82,7 @@ def main() -> None:
         for step, batch in enumerate(train_loader):
             batch = common.to_device(batch, device)
             for i, (inputs, targets) in enumerate(common.split_batch(batch, args.pieces)):
-                model.require_backward_grad_sync = i == args.pieces - 1  # one all-reduce per step
+                model.require_backward_grad_sync = i == args.pieces - 1  # all-reduce once per step
                 seed_rng(0, epoch * sampler.steps_per_epoch + step, i, rank)  # for dropout
                 losses = (model(inputs) - targets).square().squeeze(1)  # [n], not their mean
                 # DDP averages over ranks; this factor makes it the mean over the global batch.

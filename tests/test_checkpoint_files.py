@@ -140,8 +140,10 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
     )
 
 
-def test_lines_of_the_readme_read_digits_as_the_run_did(tmp_path):
-    result = train("single", 1, "--epochs", "2", "--average", "ema", folder=tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, tmp_path):
+    argv = ("--epochs", "2", "--average", "ema", "--dtype", dtype)
+    result = train("single", 1, *argv, folder=tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "torch.load" in block]
     names = {}

@@ -64,6 +64,7 @@ def test_ddp_with_default_options_reads_digits(tmp_path):
     assert logged[0]["loss"] > 1.5 and logged[-2]["loss"] < 0.6
 
 
+@pytest.mark.long
 def test_all_modes_print_the_same_evaluation_lines_in_float64(tmp_path):
     """From another working directory, and with spaces, quotes, a dollar sign and a leading dash in the names of all folders.
 
@@ -108,6 +109,7 @@ def lacking(tmp_path, monkeypatch):
     return copy
 
 
+@pytest.mark.long
 def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp_path):
     finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
     assert finished.returncode != 0
@@ -202,6 +204,7 @@ def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "arguments", "message"),
     [

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from harness import ROOT, train
 from patches import BASE, printed
 
@@ -65,6 +66,7 @@ def build_model(args):
 """
 
 
+@pytest.mark.long
 def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
     """They are freed in every step, 20 MB here. If they went back to the system, their 5,000 pages would be missed in the next."""
     (tmp_path / "wide.py").write_text(WIDE)

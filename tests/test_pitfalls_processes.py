@@ -108,6 +108,7 @@ def per_sample_loss(outputs, targets):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "options"), [("single", []), ("spawn", ["--nproc", "2"])])
 def test_pitfall_06_error_with_loader_workers_ends_the_process(mode, options, tmp_path):
     """A script prints its traceback and then hangs: at exit Python waits for loader workers, which ignore its SIGTERM."""
@@ -472,6 +473,7 @@ def test_pitfall_39_nothing_outlives_the_launcher(number, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     """The ranks of a torchrun that was killed train on, unseen: nothing tells them that their launcher is gone."""
     command = [
@@ -495,6 +497,7 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
 # ----------------------------------------------------------------------------------------------- 40
 
 
+@pytest.mark.long
 def test_pitfall_40_two_launchers_are_one_job(tmp_path):
     """A job on several machines hangs at its start, or trains twice: every launcher looks for the others on its own localhost."""
     port = free_port()
@@ -637,6 +640,7 @@ def per_sample_loss(outputs, targets):
 """
 
 
+@pytest.mark.long
 def test_pitfall_41_torchrun_shows_the_cause(tmp_path):
     """torchrun ends with an exit code and no reason: without @record it does not learn the error of the rank that failed first."""
     plain = tmp_path / "plain.py"

@@ -52,6 +52,7 @@ def test_page_has_a_command_for_each_of_four_programs():
     assert len(re.findall(r"^## .*(ImageNet|template|YOLO|pose)", PAGE, re.MULTILINE)) == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(4), ids=["imagenet", "template", "yolo", "pose"])
 def test_ported_command_runs(number, tmp_path):
     command = COMMANDS[number]

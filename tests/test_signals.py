@@ -96,6 +96,7 @@ def test_ctrl_c_to_run_sh_while_it_waits_for_a_command_is_not_forgotten(tmp_path
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_signal_to_one_rank_stops_all_ranks_at_the_same_step(tmp_path):
     with Launch(LAUNCHES["ddp"], tmp_path) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
@@ -110,6 +111,7 @@ def catches(pid, number):
     return bool(mask) and bool(int(mask[1], 16) & 1 << number - 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "send"), [("spawn", os.kill), ("ddp", os.kill), ("ddp", os.killpg)]
 )
@@ -138,6 +140,7 @@ def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tm
         assert "Traceback" not in launch.errors(), "of the rank that lost its connection"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["ddp", "spawn"])
 def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
     """Whatever they do: what was called may ignore signals, or hold the interpreter, so that no handler of ours is heard."""
@@ -165,6 +168,7 @@ def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
         assert launch.end() == 137
 
 
+@pytest.mark.long
 def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
     """Python would call no handler while init_process_group waits; until training begins a signal needs none."""
     (tmp_path / "tmp").mkdir()
@@ -184,6 +188,7 @@ def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
         assert launch.errors() == "train_ddp.py: stopped by SIGUSR1 with nothing to save\n"
 
 
+@pytest.mark.long
 def test_signal_when_all_is_done_changes_nothing(tmp_path):
     """Such as a Ctrl-C for a launcher that only has to remove its temporary folder."""
     (tmp_path / "late.py").write_text(
@@ -199,6 +204,7 @@ def test_signal_when_all_is_done_changes_nothing(tmp_path):
         assert (launch.end(), launch.errors()) == (0, "")
 
 
+@pytest.mark.long
 def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
     """To see where a run hangs."""
     (tmp_path / "task.py").write_text(

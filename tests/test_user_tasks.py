@@ -500,6 +500,7 @@ def test_metrics_of_the_whole_set_are_right(tmp_path, monkeypatch):
     assert meter.mean(macro) == {"loss": 0.0, "f1": expected, "count": 101}
 
 
+@pytest.mark.long
 def test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name(whole, tmp_path):
     """And another name goes on: no score was kept."""
     result = train("ddp", 2, *whole, "--best", "map", folder=tmp_path)
