@@ -914,7 +914,10 @@ class Runs:
             if trial.cut_matters:
                 return
         elif trial.mode == "single":
-            if trial.cut_matters or forward_counts or "--accum-steps" not in trial.options:
+            batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
+            if trial.cut_matters or batch_norm or forward_counts:
+                return
+            if "--accum-steps" not in trial.options:
                 return
             changes["accum_steps"] = None
         elif trial.cut_matters and trial.n > 1:
