@@ -397,7 +397,8 @@ class Run:
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         earlier, names = state.best, []
-        higher = state.best is None or sign * score > sign * state.best
+        rounding = 1e-12 * abs(state.best or 0)  # of the same weights on another number of ranks
+        higher = state.best is None or sign * (score - state.best) > rounding
         if math.isfinite(score) and higher:
             state.best, names = score, ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:

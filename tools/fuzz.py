@@ -869,7 +869,9 @@ class Runs:
         scores = [line[metric] for line in read_log(folder) if line["event"] == "eval"]
         finite = [score for score in scores if score is not None]
         expect(("best.pt" in names) == bool(finite), "state", f"best.pt and the scores {scores}")
-        best = choose(finite, default=None)
+        most = choose(finite, default=None)
+        # Equal up to the rounding of another number of ranks: the first of them is the best.
+        best = next((s for s in finite if abs(s - most) <= 1e-12 * abs(s)), None)
         expect(last["best"] == best, "state", f"best is {last['best']}, not {best}")
         if finite:
             epoch = load(folder / "best.pt")["epoch"]

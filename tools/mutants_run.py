@@ -11,7 +11,7 @@ mutant("save: --save-every ignored", "machinery/run", "saves = not ends and (due
        "test_save_every_saves_within_the_epoch")
 mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) and higher:", "if True:",
        "test_best_is_not_the_last")
-mutant("save: best.pt is the worst", "machinery/run", "or sign * score > sign * state.best", "or sign * score < sign * state.best",
+mutant("save: best.pt is the worst", "machinery/run", "sign * (score - state.best) > rounding", "sign * (score - state.best) < rounding",
        "test_best_and_kept_checkpoints")
 RESTORE = 'for name in ("scheduler", "scaler"):\n            getattr'
 mutant("resume: optimizer not restored", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "pass", f"{BITWISE}[single-1-9]")
@@ -160,8 +160,11 @@ mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args
 mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
        "test_kept_epochs_are_every_so_many")
 TIES = "test_the_first_of_equal_scores_stays_the_best"
-mutant("best: the last of equal scores", "machinery/run", "or sign * score > sign", "or sign * score >= sign", TIES)
+mutant("best: the last of equal scores", "machinery/run", "(score - state.best) > rounding", "(score - state.best) >= rounding", TIES)
 mutant("best: infinity", "machinery/run", "if math.isfinite(score)", "if not math.isnan(score)", TIES)
+mutant("best: a rise by rounding", "machinery/run", "1e-12 * abs(state.best or 0)", "0", TIES)
+mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-6 * abs(state.best or 0)", TIES)
+mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-12 * (state.best or 0)", TIES)
 mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
 mutant("best: by the loss", "machinery/run", 'names = [name for name in metrics if name not in ("loss", "count")]', "names = [*metrics]", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
