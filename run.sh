@@ -18,7 +18,7 @@ case $mode in
   -h | --help | help) usage && exit 0 ;;
   "") usage >&2 && exit 2 ;;
   *)
-    near=$(python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1))' "$mode" \
+    near=$(python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].lower(), sys.argv[2:], 1))' "$mode" \
       single dp ddp spawn fsdp plot bench test equivalence mutants faults fuzz 2>/dev/null || true)
     fail "unknown mode '$mode'${near:+ (did you mean $near?)}; use: bash run.sh single|dp|ddp|spawn|fsdp [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults|fuzz"
     ;;

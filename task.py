@@ -347,7 +347,8 @@ def torchvision_model(args: argparse.Namespace, channels: int, classes: int) -> 
 
     known = models.list_models(module=models)
     if args.model not in known:
-        close = difflib.get_close_matches(args.model.lower(), [*BUILT_IN, *known], 1)
+        fitting = [*BUILT_IN, *(known if channels == 3 else ())]
+        close = difflib.get_close_matches(args.model.lower(), fitting, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         problem = "unknown; use digitnet, resnet9 or a classification model of torchvision"
         raise UsageError(f"--model {args.model}: {problem}, as resnet18{hint}")

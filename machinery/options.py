@@ -237,10 +237,12 @@ def keys(trait: Trait) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        wrong = re.search(r"(?:unrecognized arguments: |invalid choice: ')([\w-]+)", message)
-        choices = re.findall(r"[\w-]+", message.partition("choose from")[2])
+        wrong = re.search(
+            r"(?:unrecognized arguments: (?=--\w)|invalid choice: ')([^\s']+)", message
+        )
+        choices = re.findall(r"[^\s',()]+", message.partition("choose from")[2])
         known = choices or self._option_string_actions
-        close = difflib.get_close_matches(wrong[1], known, 1) if wrong else []
+        close = difflib.get_close_matches(wrong[1].lower(), known, 1) if wrong else []
         hint = f"did you mean {close[0]}?" if close else "--help lists the options"
         raise UsageError(f"{message.removeprefix('argument ')} ({hint})")
 

@@ -120,6 +120,9 @@ def joined(shards: Tensor) -> Tensor:
     `full_tensor` does the same by another collective call, in which gloo crashed once. The forward
     makes this one.
     """
+    *copies, last = shards.placements
+    if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):
+        return shards.full_tensor()  # of an optimizer of the task, as a norm over all shards
     own, group = shards.to_local(), shards.device_mesh.get_group(-1)
     ranks = dist.get_world_size(group)
     rows = math.ceil(len(shards) / ranks)  # on each rank; the last ones may have fewer, or none
@@ -127,7 +130,8 @@ def joined(shards: Tensor) -> Tensor:
     padded[: len(own)] = own
     whole = own.new_empty(rows * ranks, *shards.shape[1:])
     dist.all_gather_into_tensor(whole, padded, group=group)
-    return whole[: len(shards)].clone()  # a file would hold the padding too
+    # A file would hold the padding too.
+    return whole if len(whole) == len(shards) else whole[: len(shards)].clone()
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -213,10 +217,11 @@ class Run:
                     # With more --epochs SWA begins later: drop what was averaged too soon.
                     state.average.n_averaged.zero_()
             where = f"at epoch {state.epoch + 1}, step {state.step}"
-            if state.epoch >= epochs:
-                where = (
-                    f"after all {epochs} epochs: nothing is left to do; a larger --epochs goes on"
-                )
+            if self.args.eval_only and state.step == 0:
+                where = f"after epoch {state.epoch}"
+            elif state.epoch >= epochs:
+                nothing = "nothing is left to do; a larger --epochs goes on"
+                where = f"after all {epochs} epochs: {nothing}"
             print0(f"resumed {where}")
         if not self.args.eval_only:  # which has nothing to save
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
@@ -432,6 +437,8 @@ class Run:
             if broadcast_object(self.refused):
                 how = f"stopped by {self.stopping.name} at step {step}, which was not saved"
                 raise Stopped(3, how)
+            if self.bar:
+                self.bar.close()  # else its line would go on with the next one
             if self.files:
                 directory = shlex.quote(str(self.files.directory))
                 again = f"--output-dir {directory} --resume auto"

@@ -146,6 +146,12 @@ CASES = [
         1,
         "--model resnet81",
         "--model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision, "
+        "as resnet18 (did you mean resnet9?)",  # the digits are grey, resnet18 takes colours
+    ),
+    (
+        "single",
+        1,
+        "--dataset synthetic --model resnet81",
         "as resnet18 (did you mean resnet18?)",
     ),
     (
@@ -251,7 +257,10 @@ CASES = [
     ("single", 1, "--no-such-option", "unrecognized arguments: --no-such-option"),
     ("single", 1, "--batch 32", "unrecognized arguments: --batch 32 (did you mean --batch-size?)"),
     ("single", 1, "--zzz", "unrecognized arguments: --zzz (--help lists the options)"),
-    ("single", 1, "stray", "unrecognized arguments: stray"),
+    ("single", 1, "stray", "unrecognized arguments: stray (--help lists the options)"),
+    ("single", 1, "-- lr", "unrecognized arguments: -- lr (--help lists the options)"),
+    ("single", 1, "--dataset CIFAR10", "(did you mean cifar10?)"),
+    ("single", 1, "--optimizer ADAM", "(did you mean adamw?)"),
     ("single", 1, "--replicas 2", "unrecognized arguments: --replicas 2"),
     (
         "single",
@@ -663,6 +672,7 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
             ["bash", "run.sh", "fdsp", "2"],
             "unknown mode 'fdsp' (did you mean fsdp?); use: bash run.sh single|dp|ddp|spawn|fsdp",
         ),
+        (["bash", "run.sh", "DDP", "2"], "unknown mode 'DDP' (did you mean ddp?)"),
         (["bash", "run.sh", "--nproc", "2"], "unknown mode '--nproc'; use: bash"),
         (
             ["bash", "run.sh", "ddp", "0"],
@@ -712,9 +722,11 @@ def test_bad_command_line_ends_with_code_2_and_one_line(command, message, tmp_pa
         else part
         for part in command
     ]
+    (tmp_path / "difflib.py").write_text("open('owned', 'w')")  # anybody's, and never run
     finished = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
+    (tmp_path / "difflib.py").unlink()
     assert finished.returncode == 2
     assert message in finished.stderr and finished.stderr.count("\n") == 1, finished.stderr
     assert finished.stdout == "" and list(tmp_path.iterdir()) == []

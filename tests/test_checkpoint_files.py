@@ -126,7 +126,7 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "torch.load" in block]
     task_of_run = machinery.tasks.load_task(make_args("single", *argv))
-    model = task_of_run.build_model(make_args("single", *argv)).double()
+    model = task_of_run.build_model(make_args("single", *argv))  # in float32, the run in float64
     monkeypatch.setitem(sys.modules, "task", SimpleNamespace(build_model=lambda args: model))
     names = {}
     exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)

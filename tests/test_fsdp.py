@@ -87,6 +87,36 @@ def test_file_of_shards_holds_whole_plain_tensors(tmp_path):
     assert line["loss"] == pytest.approx(result.eval_lines()[-1]["loss"], rel=1e-12)
 
 
+def print_joined():
+    """Tensors as an optimizer of a task may keep them, on rows of 3 ranks."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    import machinery.run
+    import machinery.sharding
+
+    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
+    replicate = [Replicate()] * (mesh.ndim - 1)
+    value = torch.arange(28.0).view(7, 4)
+    cut = [
+        distribute_tensor(value, mesh, [*replicate, place])
+        for place in (Shard(0), Shard(1), Replicate())
+    ]
+    sums = cut[0].sum(0), cut[0].norm()
+    assert sums[0].placements[-1].is_partial() and sums[1].dim() == 0
+    wanted = [value] * 3 + [value.sum(0), value.norm()]
+    for found, right in zip([*cut, *sums], wanted):
+        torch.testing.assert_close(machinery.run.joined(found), right)
+    own = torch.full((2, 4), float(torch.distributed.get_rank()))  # cut among the rows too
+    both = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim)
+    torch.testing.assert_close(machinery.run.joined(both), both.full_tensor())
+    print(mesh.ndim)
+
+
+@pytest.mark.parametrize("n", [3, 6])
+def test_tensors_that_are_cut_in_any_way_are_joined(n):
+    assert in_group(n, print_joined) == [f"{n // 3}\n"] * n
+
+
 def test_ranks_of_one_row_share_a_copy(tmp_path):
     result = train("fsdp", 4, *BASE, "--shard-size", "2", folder=tmp_path)
     assert max(compare(result, single_run(*BASE)).values()) <= 1e-10

@@ -522,6 +522,19 @@ def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
 
 
+@pytest.mark.parametrize(
+    ("epoch", "step", "where"),
+    [(2, 0, "after epoch 2"), (3, 0, "after epoch 3"), (0, 4, "at epoch 1, step 4")],
+)
+def test_eval_only_says_what_it_evaluates(epoch, step, where, tmp_path, capsys):
+    run = make_run(tmp_path, "--epochs", 3)
+    run.state.epoch, run.state.step = epoch, step
+    run.save("last.pt")
+    run.files.log.close()
+    make_run(tmp_path, "--epochs", 3, "--eval-only", "--resume", "auto").files.log.close()
+    assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
+
+
 def print_closed(rank):
     from torch.utils import tensorboard
 

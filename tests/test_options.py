@@ -425,3 +425,11 @@ def test_final_rate_without_effect_is_refused():
         common.UsageError, match=r"--step-gamma 0.9 has no effect on --schedule cosine; use step"
     ):
         make_args("single", "--step-gamma", "0.9")
+
+
+def test_hint_is_a_whole_choice():
+    """A task's choices may hold dots."""
+    parser = machinery.options.build_parser("single")
+    parser.add_argument("--drop", choices=["0.1", "0.25"])
+    with pytest.raises(common.UsageError, match=r"did you mean 0\.25\?"):
+        parser.parse_args(["--drop", "0.2"])

@@ -465,9 +465,12 @@ def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tm
 
 
 @pytest.mark.parametrize("number", BY_STRENGTH)
-def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_path, capsys):
+def test_stop_says_what_it_saved_and_ends_with_its_code(
+    number, handlers, tmp_path, capsys, monkeypatch
+):
     run = make_run(tmp_path, "--log-every", "50")
     start_epoch(run)
+    monkeypatch.setattr(run.bar, "close", lambda: print("the line of the bar ends"))
     make_step(run, [1.0])
     os.kill(os.getpid(), number)
     with pytest.raises(machinery.processes.Stopped) as stopped:
@@ -475,7 +478,8 @@ def test_stop_says_what_it_saved_and_ends_with_its_code(number, handlers, tmp_pa
     assert stopped.value.code == BY_STRENGTH[number]
     assert stopped.value.reason == f"stopped by {number.name} after saving step 2"
     again = f"--output-dir {run.files.directory} --resume auto"
-    assert capsys.readouterr().out.splitlines()[-1] == f"to go on: the same command with {again}"
+    last = ["the line of the bar ends", f"to go on: the same command with {again}"]
+    assert capsys.readouterr().out.splitlines()[-2:] == last
     assert (run.files.directory / "last.pt").exists()
 
 

@@ -8,6 +8,7 @@ from mutants_base import LOST_NODE, SEVERAL, WINS, mutant
 # ----------------------------------------------------------------------------------------------------------------------------------- run.sh
 
 HALF_MADE = "test_half_made_environment_is_made_anew"
+mutant("run.sh: code of the current folder", "run.sh", "python3 -I -c", "python3 -c", "test_bad_command_line_ends_with_code_2_and_one_line[run.sh fdsp 2-]")
 mutant("run.sh: any environment that has Python is whole", "run.sh",
        """! in_here -c 'import importlib.metadata as m; raise SystemExit(not m.files("pip"))' 2>/dev/null""",
        "[[ ! -x $python ]]", HALF_MADE)

@@ -27,8 +27,9 @@ mutant("options: --help shows each switch twice", "machinery/options", '"default
        "test_booleans_can_be_turned_off_and_help_is_readable[single]")
 mutant("options: no other choice is proposed", "machinery/options", "known = choices or self._option_string_actions", "known = self._option_string_actions",
        f"{REFUSED}[single-1 --dataset cifar]")
-mutant("task: no other model is proposed", "task", "[*BUILT_IN, *known], 1)", "[], 1)", f"{REFUSED}[single-1 --model resnet81]")
-mutant("task: no other model of its own is proposed", "task", "[*BUILT_IN, *known], 1)", "known, 1)", f"{REFUSED}[single-1 --model DigitNet]")
+mutant("task: no other model is proposed", "task", "args.model.lower(), fitting, 1)", "args.model.lower(), [], 1)", f"{REFUSED}[single-1 --model resnet81]")
+mutant("task: a model for other channels is proposed", "task", "*(known if channels == 3 else ())", "*known", f"{REFUSED}[single-1 --model resnet81]")
+mutant("task: no other model of its own is proposed", "task", "[*BUILT_IN, *(known if", "[*(known if", f"{REFUSED}[single-1 --model DigitNet]")
 mutant("options: abbreviations accepted", "machinery/options", "description=start, allow_abbrev=False",
        "description=start, allow_abbrev=True", f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "machinery/options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
@@ -327,6 +328,8 @@ mutant("metrics: of the set draw what is next", "machinery/tasks", "    seed_rng
 mutant("metrics: of the set may use a name of the log", "machinery/tasks", "if taken := ", "if taken := () and ", "test_metrics_of_the_whole_set_that_cannot_be_right")
 mutant("metrics: lists for nobody", "machinery/check", 'lists = "" if task.dataset_metrics else', 'lists = "" if True else', "test_lists_that_nobody_uses_are_refused")
 mutant("check: the optimizer makes no step", "machinery/check", "        optimizer.step()\n", "", "test_optimizer_that_cannot_be_right_is_refused")
+mutant("hint: fragments of choices", "machinery/options", "re.findall(r\"[^\\s',()]+\", message", "re.findall(r\"[\\w-]+\", message", "test_hint_is_a_whole_choice")
+mutant("hint: for any word", "machinery/options", "(?=--\\w)", "", "test_bad_input_is_refused_by_name[single-1 -- lr]")
 mutant("optimizer: sees classes that sharding has changed", "machinery/tasks", "            module.__class__ = kind\n", "            str()\n", "test_groups_by_kind_of_layer_are_the_same_with_sync_bn")
 mutant("optimizer: classes stay as built", "machinery/tasks", "            module.__class__ = now\n", "            str()\n", "test_network_has_its_own_classes_again_after_the_optimizer")
 mutant("resume: numbers of the state take the type of the weights", "machinery/run", "now[name] = saved.to(now[name].device)", "now[name] = now[name]", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")

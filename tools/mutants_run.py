@@ -149,7 +149,7 @@ mutant("bar: starts at 0 after a resume", "machinery/run", "initial=self.state.s
 mutant("bar: names the epoch before", "machinery/run", 'f"epoch {self.state.epoch + 1}/{self.args.epochs}"',
        'f"epoch {self.state.epoch}/{self.args.epochs}"', BAR)
 mutant("bar: does not move", "machinery/run", "            self.bar.update()\n", "            self.bar.update(0)\n", BAR)
-mutant("bar: stays open", "machinery/run", "        self.bar.close()\n", "        pass\n", BAR)
+mutant("bar: stays open", "machinery/run", "asked = time.perf_counter()\n        self.bar.close()\n", "asked = time.perf_counter()\n", BAR)
 mutant("bar: position twice", "machinery/run", 'text.partition("  ")[2]',
        "text", BAR)
 ALL = 'self.save(*names, "last.pt")'
@@ -342,7 +342,12 @@ SHARDED = "test_shards_equal_one_device"
 mutant("shards: not put together in a file", "machinery/run", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
        "test_file_of_shards_holds_whole_plain_tensors")
 SHARDS = "test_pitfall_44_a_shard_saved_as_the_whole"
-mutant("shards: their padding in the file", "machinery/run", "return whole[: len(shards)].clone()", "return whole[: len(shards)]", SHARDS)
+mutant("shards: their padding in the file", "machinery/run", "else whole[: len(shards)].clone()", "else whole[: len(shards)]", SHARDS)
+ANY_CUT = "test_tensors_that_are_cut_in_any_way_are_joined"
+mutant("shards: each cut is one of rows", "machinery/run", "if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):", "if False:", f"{ANY_CUT}[3]")
+mutant("shards: rows of rows are the whole", "machinery/run", "last.is_shard(0) and all(place.is_replicate() for place in copies)", "last.is_shard(0)", f"{ANY_CUT}[6]")
+mutant("eval-only: nothing is left to do", "machinery/run", "if self.args.eval_only and state.step == 0:", "if False:", "test_eval_only_says_what_it_evaluates")
+mutant("stop: behind the progress bar", "machinery/run", "            if self.bar:\n                self.bar.close()  # else its line would go on with the next one\n", "", "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("shards: the rest of an unequal cut is lost", "machinery/run", "math.ceil(len(shards) / ranks)", "len(shards) // ranks", SHARDS)
 mutant("shards: their padding in the middle", "machinery/run", "padded[: len(own)] = own", "padded[rows - len(own) :] = own", SHARDS)
 mutant("shards: collected among all ranks", "machinery/run", "shards.device_mesh.get_group(-1)", "None", "test_ranks_of_one_row_share_a_copy")
