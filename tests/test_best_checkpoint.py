@@ -62,7 +62,7 @@ def test_end_says_what_is_best_and_how_to_go_on(tmp_path):
     best = result.folder / "best.pt"
     end = [f"best top1 0.900000, in epoch 2: {best}"]
     end += [f"to evaluate it: the same command with --eval-only --resume {shlex.quote(str(best))}"]
-    assert result.out.splitlines()[-2:] == end
+    assert result.out.splitlines()[-2:] == end and result.out.count("best top1") == 1
     first = train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / "1", patch=decide_scores)
     assert first.out.count("best top1 0.500000, in epoch 1: ") == 1
     argv = (*BASE, "--epochs", "2", "--resume", "auto")

@@ -14,7 +14,8 @@ mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) an
 mutant("save: best.pt is the worst", "machinery/run", "sign * (score - state.best) > rounding", "sign * (score - state.best) < rounding",
        "test_best_and_kept_checkpoints")
 RESTORE = 'for name in ("scheduler", "scaler"):\n            getattr'
-mutant("resume: optimizer not restored", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "pass", f"{BITWISE}[single-1-9]")
+mutant("resume: optimizer not restored", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "pass", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
+mutant("resume: nothing of the optimizer", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "parameters = []", f"{BITWISE}[single-1-9]")
 mutant("resume: scheduler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scaler",'),
        "test_pitfall_23_learning_rate_goes_on_at_resume")
 mutant("resume: scaler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),

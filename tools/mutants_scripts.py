@@ -147,7 +147,3 @@ mutant("spawn: --timeout not handed on", "train_spawn", "timeout(args.timeout), 
        "test_timeout_reaches_the_process_group[spawn-2]")
 mutant("spawn: local rank for rank", "train_spawn", "rank = args.node_rank * args.nproc + local_rank", "rank = local_rank",
        "test_pitfall_40_two_launchers_are_one_job")
-for script in ("ddp", "spawn"):
-    mutant(f"{script}: the optimizer sees synchronised layers", f"train_{script}", "optimizer = task.build_optimizer(args, net)",
-           "net = convert_sync_batchnorm(net, device)\n    optimizer = task.build_optimizer(args, net)",
-           "test_groups_by_kind_of_layer_are_the_same_with_sync_bn")
