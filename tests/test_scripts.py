@@ -433,7 +433,8 @@ def test_commands_of_the_pages_are_found():
     assert len(re.findall(r"bash run\.sh \w+", PAGES["multinode.md"])) >= 4
 
 
-def test_task_of_the_readme_is_complete_and_learns(tmp_path):
+@pytest.mark.parametrize(("dtype", "equal"), [("float32", 1e-3), ("float64", 1e-10)])
+def test_task_of_the_readme_is_complete_and_learns(dtype, equal, tmp_path):
     from harness import train
 
     (code,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
@@ -442,10 +443,10 @@ def test_task_of_the_readme_is_complete_and_learns(tmp_path):
     file.write_text(code)
     lines = {}
     for mode, devices in (("single", 1), ("ddp", 2)):
-        argv = ("--task", str(file), "--epochs", "4")
+        argv = ("--task", str(file), "--epochs", "4", "--dtype", dtype)
         result = train(mode, devices, *argv, folder=tmp_path / mode)
         lines[mode] = [line["minus_error"] for line in result.eval_lines()]
-    assert lines["single"] == pytest.approx(lines["ddp"], rel=1e-3)
+    assert lines["single"] == pytest.approx(lines["ddp"], rel=equal)
     assert lines["single"][-1] > -0.6 > -1.2 > lines["single"][0]
 
 
