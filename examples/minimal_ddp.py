@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # if first imported later, it keeps gloo's threads alive
 from torch import nn
 
 DATA = np.load(Path(__file__).resolve().parent.parent / "data" / "digits.npz")
@@ -42,10 +43,9 @@ def evaluate(net, images, labels):
 
 
 def main(epochs, file):
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # one device per rank
-        device = torch.accelerator.current_accelerator()
     images = torch.from_numpy(DATA["images"]).to(device) / 16  # [1797, 8, 8], from 0 to 1
     labels = torch.from_numpy(DATA["labels"]).long().to(device)
     dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo or NCCL

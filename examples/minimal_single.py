@@ -38,9 +38,7 @@ def evaluate(net, images, labels):
 
 
 def main(epochs, file):
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     images = torch.from_numpy(DATA["images"]).to(device) / 16  # [1797, 8, 8], from 0 to 1
     labels = torch.from_numpy(DATA["labels"]).long().to(device)
     torch.manual_seed(0)

@@ -151,13 +151,17 @@ class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
 
     def __init__(self) -> None:
-        self.received, self.pending = 0, None
-        handle_signals(self._remember)
+        self.received: list[int] = []  # places in SIGNALS, from 1
+        self.pending = None
+        received = self.received
+
+        def remember(number: int, frame: Any) -> None:
+            received.append(list(SIGNALS).index(number) + 1)
+
+        # The handlers outlive the run, so they hold the list alone: `pending` holds gloo's threads.
+        handle_signals(remember)
         if dist.is_initialized():
             end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
-
-    def _remember(self, number: int, frame: Any) -> None:
-        self.received = max(self.received, list(SIGNALS).index(number) + 1)
 
     def agreed(self, wait: bool = False) -> signal.Signals | None:
         """Return the signal on which all ranks stop now. Call it on every rank.
@@ -165,9 +169,9 @@ class StopSignal:
         The ranks' flags are reduced asynchronously and read one step later, so that no rank
         waits for another. `wait` reads them at once.
         """
-        flag = self.received
+        flag = max(self.received, default=0)
         if dist.is_initialized():
-            tensor = torch.tensor(self.received)
+            tensor = torch.tensor(flag)
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
             earlier, self.pending = self.pending, (work, tensor)
             due = self.pending if wait else earlier

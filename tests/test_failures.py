@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from harness import guard_of, in_group, make_args, optimizer_of, run_processes, train
+from harness import ROOT, guard_of, in_group, make_args, optimizer_of, run_processes, train
 from patches import BASE, Patches, call_in_task, change_training_loss, printed, set_environment
 from short_runs import EVERYTHING, MODES, ODD, SEVERAL
 from torch import nn
@@ -75,6 +76,41 @@ def test_early_end_of_all_ranks_has_its_exit_code(mode, n, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------- ending
+
+THREADS = """
+import os, pathlib, signal, sys
+sys.path.insert(0, "examples")
+what, made = sys.argv[1:]
+if what == "minimal_ddp":
+    import minimal_ddp
+    minimal_ddp.main(1, pathlib.Path(made))
+elif what == "other_project":
+    import other_project
+    sys.argv[1:] = ["--epochs", "1", "--file", made]
+    other_project.main()
+else:
+    import common, machinery.processes, train_ddp
+    if what == "stopped":
+        common.sync_buffers = lambda net: os.kill(os.getpid(), signal.SIGTERM)
+    options = ["--epochs", "2", "--output-dir", made]
+    code = machinery.processes.run_main(lambda: train_ddp.main(options))
+    assert code == {"stopped": 143, "train_ddp": 0}[what]
+print([file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob("*/comm")])
+"""
+
+
+@pytest.mark.parametrize("what", ["train_ddp", "stopped", "minimal_ddp", "other_project"])
+def test_no_thread_of_gloo_outlives_the_process_group(what, tmp_path):
+    """Such a thread ends Python's last clean-up with SIGABRT now and then, and a good run with code 134."""
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free one
+    result = subprocess.run(
+        [sys.executable, "-c", THREADS, what, str(tmp_path / "made")],
+        cwd=ROOT, env={**os.environ, **names}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "made").exists() and "python" in result.stdout.splitlines()[-1]
+    assert "gloo" not in result.stdout.splitlines()[-1]
 
 
 def ranks_of(environment):

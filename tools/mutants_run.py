@@ -33,7 +33,7 @@ mutant("log: loss of the whole run", "machinery/run", "        self.meter.clear(
        "test_logged_loss_is_that_since_the_last_line")
 mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
-mutant("stop: every rank by itself", "machinery/run", "flag = int(due[1]) if due else 0", "flag = self.received", "test_pitfall_11_sigterm_saves[0]")
+mutant("stop: every rank by itself", "machinery/run", "flag = int(due[1]) if due else 0", "pass", "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op",
        "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
@@ -174,11 +174,17 @@ EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
 mutant("eval-only: the epoch after", "machinery/run", "epoch -= 1  # the checkpoint counts the epoch as done", "pass", EVAL_ONLY)
 mutant("eval-only: the epoch before the first", "machinery/run", "self.state.step == 0 < epoch", "self.state.step == 0", EVAL_ONLY)
 mutant("eval-only: the epoch before that of a step", "machinery/run", "self.state.step == 0 < epoch", "0 < epoch", EVAL_ONLY)
-REMEMBER = "self.received = max(self.received, list(SIGNALS).index(number) + 1)"
-mutant("signals: the last one wins", "machinery/run", REMEMBER, "self.received = list(SIGNALS).index(number) + 1", WINS)
-mutant("signals: the first one wins", "machinery/run", REMEMBER, "self.received = self.received or list(SIGNALS).index(number) + 1", WINS)
+REMEMBER = "received.append(list(SIGNALS).index(number) + 1)"
+mutant("signals: the last one wins", "machinery/run", REMEMBER, "received[:] = [list(SIGNALS).index(number) + 1]", WINS)
+mutant("signals: the first one wins", "machinery/run", REMEMBER, "received[:] = received or [list(SIGNALS).index(number) + 1]", WINS)
 mutant("signals: the weaker one wins", "machinery/run", REMEMBER,
-       "self.received = min(self.received or 9, list(SIGNALS).index(number) + 1)", WINS)
+       "received[:] = [min([*received, list(SIGNALS).index(number) + 1])]", WINS)
+THREAD_OF_GLOO = "test_no_thread_of_gloo_outlives_the_process_group"
+mutant("end: a handler keeps gloo's threads", "machinery/run", "received.append(list", "self, received.append(list",
+       f"{THREAD_OF_GLOO}[train_ddp]")
+mutant("end: a module keeps gloo's threads", "common", "import torch.distributed.nn.functional\n", "", f"{THREAD_OF_GLOO}[other_project]")
+mutant("end: a module keeps gloo's threads in the minimal script", "examples/minimal_ddp",
+       "import torch.distributed.nn.functional  #", "#", f"{THREAD_OF_GLOO}[minimal_ddp]")
 mutant("signals: the weaker one of the ranks wins", "machinery/run", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
 mutant("signals: ranks wait in every step", "machinery/run", "due = self.pending if wait else earlier", "due = self.pending", WINNER)
 mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stopping.name} after', 'f"stopped by {list(SIGNALS)[0].name} after',
