@@ -67,11 +67,10 @@ case $mode in
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
 esac
 
-for option; do
-  [[ $option == --help || $option == -h ]] || continue
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
   [[ $1 == -* ]] || shift # N
   exec "$python" "$here/train_$mode.py" "$@"
-done
+fi
 devices="" # not given: train_dp.py and train_spawn.py have an option for it, and a default
 if [[ $# -gt 0 && ! $1 =~ ^-[^0-9] ]]; then # anything but an option is meant to be N
   [[ $1 =~ ^0*([1-9][0-9]{0,8})$ ]] || fail "N = $1: must be a whole number, at least 1, as in: bash run.sh ddp 2"
