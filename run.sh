@@ -67,7 +67,9 @@ case $mode in
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
 esac
 
-if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+help=""
+for option; do [[ $option != --help && $option != -h ]] || help=yes; done
+if [[ $help ]]; then
   [[ $1 == -* ]] || shift # N
   exec "$python" "$here/train_$mode.py" "$@"
 fi
