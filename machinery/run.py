@@ -117,8 +117,7 @@ def whole(value: Any) -> Any:
 def joined(shards: Tensor) -> Tensor:
     """Return the whole of a tensor that is cut among the ranks. Call it on every rank.
 
-    `full_tensor` does the same by another collective call, in which gloo crashed once. The forward
-    makes this one.
+    `full_tensor` does the same by another collective call, in which gloo crashed once.
     """
     *copies, last = shards.placements
     if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):
@@ -129,7 +128,7 @@ def joined(shards: Tensor) -> Tensor:
     padded = own.new_zeros(rows, *shards.shape[1:])
     padded[: len(own)] = own
     whole = own.new_empty(rows * ranks, *shards.shape[1:])
-    dist.all_gather_into_tensor(whole, padded, group=group)
+    dist.all_gather([*whole.tensor_split(ranks)], padded, group=group)  # writes into `whole`
     # A file would hold the padding too.
     return whole if len(whole) == len(shards) else whole[: len(shards)].clone()
 
