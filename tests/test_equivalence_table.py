@@ -63,6 +63,7 @@ def run(monkeypatch, tmp_path, patch, *options):
     }
 
 
+@pytest.mark.long
 def test_whole_runs_pass(monkeypatch, tmp_path, capsys):
     code, cells = run(monkeypatch, tmp_path, None, "--markdown")
     out, err = capsys.readouterr()
@@ -79,6 +80,7 @@ def test_whole_runs_pass(monkeypatch, tmp_path, capsys):
     assert [line.split("|")[1].strip() for line in out.splitlines()[2:5]] == NAMES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("patch", "broken"),
     [

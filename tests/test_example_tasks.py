@@ -16,6 +16,7 @@ from pycocotools.cocoeval import COCOeval
 
 import machinery.tasks
 
+pytestmark = pytest.mark.long
 SIZES = {"detect": (24, 11), "pose": (16, 7)}
 MAKE = {"detect": coco.make_boxes, "pose": coco.make_people}
 WIDTHS = {"detect": "--width 4", "pose": "--width 8 --stacks 2"}
@@ -81,7 +82,7 @@ LEARN = {
 }
 
 
-NAMES = ["detect", pytest.param("pose", marks=pytest.mark.long)]
+NAMES = ["detect", "pose"]
 
 
 @pytest.fixture(scope="module")

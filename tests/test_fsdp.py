@@ -338,6 +338,7 @@ def test_what_torch_cannot_shard_is_refused(options, message):
 # --------------------------------------------------------------------------------------- launching
 
 
+@pytest.mark.long
 def test_run_sh_and_torchrun_start_the_shards(tmp_path):
     argv = [*BASE, "--epochs", "1", "--timeout", "60"]
     run_sh = ["bash", str(ROOT / "run.sh"), "fsdp", "2", *argv]

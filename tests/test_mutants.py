@@ -17,6 +17,7 @@ def tree_of(text):
     return ast.dump(ast.parse(text))
 
 
+@pytest.mark.long
 def test_every_mutant_applies_exactly_once_and_compiles():
     for mutant in mutants.MUTANTS:
         broken = mutant.apply(ROOT)
@@ -43,6 +44,7 @@ def test_there_are_many_and_all_differ():
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in mutants.MUTANTS}) == len(names)
 
 
+@pytest.mark.long
 def test_the_tests_that_should_notice_them_exist():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "tests"]
     command += ["-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -10,7 +10,7 @@ from patches import without_speed
 
 from slurm import NODES, cluster, free_ports, processes, wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 EXACT = ("--dtype", "float64", "--device", "cpu", "--log-every", "1")
 DIGITS = (*EXACT, "--epochs", "2", "--batch-size", "64")  # 3 ranks do not divide it
 LONG = (

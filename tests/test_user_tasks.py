@@ -265,6 +265,7 @@ def test_every_main_leaves_no_trace(tmp_path):
     assert code == 0, err
 
 
+@pytest.mark.long
 def test_importing_a_script_changes_no_signal_handler():
     import subprocess
     import sys
@@ -467,6 +468,7 @@ def whole(tmp_path, monkeypatch):
     return (*argv, "--epochs", "2", "--log-every", "4", "--eval-batch-size", "5")
 
 
+@pytest.mark.long
 def test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode(whole, tmp_path):
     """57 samples in 12 batches: no world size divides them."""
     single = train("single", 1, *whole, "--best", "macro_f1", folder=tmp_path / "single")
