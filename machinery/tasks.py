@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 import common
 from common import UsageError, freeze, load_weights, read_tensors
-from sampling import seed_rng
+from sampling import seed_generators, seed_rng
 
 # Names in a line of metrics.jsonl that are no metric.
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
@@ -135,6 +135,8 @@ def load_task(args: argparse.Namespace) -> Task:
 
 
 def two_sets(path: Path, build: Callable, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Call the task's build_datasets, seeded: data that it draws are the same on every rank."""
+    seed_generators(args.seed)
     with blame(f"--task {path}: build_datasets", str(path)):
         train_set, val_set = build(args)
         return train_set, val_set

@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, TASKS, check, deviation, in_group, make_args, run_processes, train
+from harness import (
+    ROOT,
+    TASKS,
+    check,
+    compare,
+    deviation,
+    in_group,
+    make_args,
+    run_processes,
+    train,
+)
 from patches import stop_after
 from short_runs import ODD
 
@@ -320,6 +330,47 @@ def test_optimizer_of_a_task_is_the_same_in_every_mode(groups, tmp_path):
         result = train(mode, n, *groups, folder=tmp_path / mode)
         assert result.code == 0, result.err
         assert deviation(result.checkpoint()["model"], state["model"]) < 1e-10
+
+
+DRAWN = """
+import random
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+def build_datasets(args):
+    x = torch.randn(60, 3, dtype=torch.float64) + random.random() + np.random.rand()
+    data = TensorDataset(x, x.norm(dim=1, keepdim=True))
+    return torch.utils.data.random_split(data, [43, 17])
+
+def build_model(args):
+    return torch.nn.Linear(3, 1)
+
+def per_sample_loss(outputs, targets):
+    return (outputs - targets).square().squeeze(1)
+
+def per_sample_metrics(outputs, targets):
+    return {"minus_error": -per_sample_loss(outputs, targets)}
+"""
+
+
+def seed_by_rank(rank):
+    torch.manual_seed(rank + 100)
+    random.seed(rank + 100)
+    np.random.seed(rank + 100)
+
+
+def test_data_that_a_task_draws_are_the_same_on_every_rank(tmp_path):
+    """A task that forgets a seed would train each rank on other data, and nobody would see it."""
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    argv = ("--task", tmp_path / "drawn.py", "--dtype", "float64", "--batch-size", "8")
+    argv += ("--epochs", "3", "--lr", "0.02", "--log-every", "1")
+    single = train("single", 1, *argv, folder=tmp_path / "single", patch=seed_by_rank)
+    ranks = train("ddp", 3, *argv, folder=tmp_path / "ddp", patch=seed_by_rank)
+    assert max(compare(ranks, single).values()) < 1e-10
+    other = train("single", 1, *argv, "--seed", "1", folder=tmp_path / "other")
+    losses = [result.train_lines()[0]["loss"] for result in (single, other)]
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0], losses
 
 
 def test_optimizer_of_a_task_resumes(groups, tmp_path):

@@ -205,6 +205,8 @@ mutant("check: a metric named count", "machinery/tasks", 'RESERVED = {"loss", "c
        'RESERVED = {"loss", "event", "epoch", ', "test_names_that_the_log_uses_itself_are_no_metrics")
 mutant("check: a metric named epoch", "machinery/tasks", 'RESERVED = {"loss", "count", "event", "epoch", ',
        'RESERVED = {"loss", "count", "event", ', "test_names_that_the_log_uses_itself_are_no_metrics")
+mutant("data: drawn without a seed", "machinery/tasks", "    seed_generators(args.seed)\n", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
+mutant("data: drawn without --seed", "machinery/tasks", "    seed_generators(args.seed)\n", "    seed_generators(0)\n", "test_data_that_a_task_draws_are_the_same_on_every_rank")
 mutant("model: initial weights without the seed", "machinery/tasks", "    torch.manual_seed(args.seed)\n", "",
        "test_seed_decides_the_initial_weights")
 mutant("options: a task without metrics", "machinery/tasks", "needed = [name for name in Task._fields if", "needed = [name for name in Task._fields[:3] if", f"{REFUSED}[single-1 --task TMP/three.py]")
