@@ -497,24 +497,15 @@ def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
 # ------------------------------------------------------------------------- average of the weights
 
 
-class NoAverage:
+class NoAverage(nn.Module):
     """Stands in place of an average where none is wanted."""
 
     n_averaged = 0
-
-    def children(self) -> list[nn.Module]:
-        return []
 
     def after_step(self, net: nn.Module) -> None:
         pass
 
     def after_epoch(self, net: nn.Module, epoch: int) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import common
 from machinery.check import check_run
-from machinery.options import parse_args
+from machinery.options import parse_args, schedule_of
 from machinery.processes import leaves_no_trace, run_main, set_up_device
 from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
 from machinery.run import Run, State
@@ -86,9 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
-    schedule = {"schedule": args.schedule, "epochs": args.epochs}
-    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
-    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    schedule = schedule_of(args)  # options of the learning rate, as plain values
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics

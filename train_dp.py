@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import common
 from machinery.check import check_run
-from machinery.options import parse_args
+from machinery.options import parse_args, schedule_of
 from machinery.processes import leaves_no_trace, run_main, set_up_device
 from machinery.run import Run, State
 from machinery.stand_ins import WithLoss, data_parallel
@@ -75,9 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
-    schedule = {"schedule": args.schedule, "epochs": args.epochs}
-    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
-    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    schedule = schedule_of(args)  # options of the learning rate, as plain values
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr, args.replicas)
     average = common.build_average(args.average, net, args.swa_start, **schedule)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import common
 from machinery.check import check_run
-from machinery.options import parse_args
+from machinery.options import parse_args, schedule_of
 from machinery.processes import leaves_no_trace, run_main, set_up_device
 from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
 from machinery.run import Run, State
@@ -87,9 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
-    schedule = {"schedule": args.schedule, "epochs": args.epochs}
-    schedule |= {"warmup_epochs": args.warmup_epochs, "step_epochs": args.step_epochs}
-    schedule |= {"step_gamma": args.step_gamma, "final_lr": args.final_lr}
+    schedule = schedule_of(args)  # options of the learning rate, as plain values
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
     average = common.build_average(args.average, net, args.swa_start, **schedule)
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy

@@ -297,6 +297,12 @@ def declared(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
+def schedule_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that common.lr_factor takes."""
+    names = ("schedule", "epochs", "warmup_epochs", "step_epochs", "step_gamma", "final_lr")
+    return {name: getattr(args, name) for name in names}
+
+
 def is_plain(value: Any) -> bool:
     """Return whether a checkpoint can hold a value: a number, a text, None, or a list of them."""
     if isinstance(value, list):

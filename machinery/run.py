@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import math
 import shlex
 import signal
@@ -476,8 +477,7 @@ def check_agreement(
     if not dist.is_initialized():
         return
     root = Path(__file__).resolve().parent.parent
-    files = sorted([*root.glob("train_*.py"), *root.glob("machinery/*.py")])
-    files += [root / "common.py", root / "sampling.py", Path(args.task)]
+    files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py")), Path(args.task)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     own = keys(PER_NODE)
     given = {name: value for name, value in declared(args).items() if name not in own}
@@ -487,10 +487,8 @@ def check_agreement(
     mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    for name in mine:
-        values: dict[str, list[str]] = {}
-        for rank, theirs in enumerate(ranks):
-            values.setdefault(str(theirs.get(name, "unknown")), []).append(str(rank))
-        if len(values) > 1:
-            found = [f"{value} on rank {', '.join(who[:8])}" for value, who in values.items()]
-            raise by_all(f"{name} is {', but '.join(found)}; all nodes need the same")
+    for name, (rank, theirs) in itertools.product(ranks[0], enumerate(ranks)):
+        first, other = ranks[0][name], theirs.get(name, "unknown")
+        if first != other:
+            found = f"{first} on rank 0, but {other} on rank {rank}"
+            raise by_all(f"{name} is {found}; all nodes need the same")

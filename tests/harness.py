@@ -387,17 +387,12 @@ def optimizer_of(args: Namespace, net: torch.nn.Module, world_size: int = 1):
     return optimizer
 
 
-def schedule_of(args: Namespace) -> dict:
-    names = ("schedule", "epochs", "warmup_epochs", "step_epochs", "step_gamma", "final_lr")
-    return {name: getattr(args, name) for name in names}
-
-
 def factor_of(args: Namespace, step: int, steps_per_epoch: int) -> float:
-    return common.lr_factor(step, steps_per_epoch, **schedule_of(args))
+    return common.lr_factor(step, steps_per_epoch, **machinery.options.schedule_of(args))
 
 
 def scheduler_of(args: Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int):
-    return common.build_scheduler(optimizer, steps_per_epoch, **schedule_of(args))
+    return common.build_scheduler(optimizer, steps_per_epoch, **machinery.options.schedule_of(args))
 
 
 def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
@@ -405,7 +400,9 @@ def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
 
 
 def average_of(args: Namespace, net: torch.nn.Module):
-    return common.build_average(args.average, net, args.swa_start, **schedule_of(args))
+    return common.build_average(
+        args.average, net, args.swa_start, **machinery.options.schedule_of(args)
+    )
 
 
 def check(mode: str, n: int, *argv: str) -> None:

@@ -1,12 +1,13 @@
 """What becomes of an image file: its pixels in evaluation, its crop in training."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import TASKS, fetched, keyed, loader_of, make_args, make_sampler, train
+from harness import ROOT, TASKS, fetched, keyed, loader_of, make_args, make_sampler, train
 from PIL import Image
 from short_runs import SMALL
 
@@ -235,6 +236,31 @@ def image_tree(folder, side):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_png(image, str(path))
     return images, make_args("single", "--dataset", "imagefolder", "--data-dir", str(folder))
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_lines_for_a_model_of_torchvision_see_what_the_evaluation_saw(average, tmp_path):
+    """The lines of docs/checkpoints.md, on a photograph."""
+    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    (code,) = re.findall(r"```python\n(import torch, torchvision\n.*?)```", page, re.DOTALL)
+    image_tree(tmp_path, 110)
+    options = ("--model", "resnet18", "--image-size", "70", "--data-dir", str(tmp_path))
+    args = make_args("single", "--dataset", "imagefolder", *options)
+    raw, net = (task.build_model(args).eval() for _ in range(2))
+    (name,) = write(tmp_path, noise(150, 211))
+    (image,), _ = task.ImageFiles([name], 70, training=False).__getitems__([0])
+    checkpoint = {"model": net.state_dict(), "average": {}}
+    if average:
+        checkpoint = {"model": raw.state_dict(), "average": {"n_averaged": 3, **net.state_dict()}}
+    checkpoint |= {"classes": ["a", "b"], "config": {"image_size": 70}}
+    torch.save(checkpoint, tmp_path / "best.pt")
+    code = code.replace("runs/mine/best.pt", str(tmp_path / "best.pt"))
+    found: dict = {}
+    exec(code.replace("photo.jpg", name[0]), found)
+    with torch.no_grad():
+        wanted, other = net(image[None]), raw(image[None])
+    assert (wanted - other).abs().max() > 1e-3
+    assert (found["logits"] - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
 def test_checkpoint_names_the_classes(tmp_path):
