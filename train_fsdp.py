@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     # From here on a rank keeps its part of each parameter. A module collects the whole of its own
     # for its forward and its backward. The optimizer comes later: it must see the parts.
     for network in [net, *average.children()]:
-        shard(network, task.shard_modules(network), mesh, args.amp)
+        shard(network, task.shard_modules(network), mesh)
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)

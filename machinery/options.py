@@ -435,7 +435,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(wrong, f"{compress} has no effect in one process; use ddp or spawn, or leave it out")
     if mode == "fsdp":
         wrong = args.grad_compress != "none"
-        refuse(wrong, f"{compress} belongs to DDP; fsdp sends bf16 parameters with --amp bf16")
+        refuse(wrong, f"{compress} belongs to DDP; leave it out")
         refuse(args.amp == "fp16", "--amp fp16 cannot scale sharded gradients; use --amp bf16")
         refuse(args.channels_last, "--channels-last: torch shards contiguous parameters alone")
         refuse(args.find_unused_parameters, "--find-unused-parameters belongs to DDP; leave it out")

@@ -7,9 +7,19 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, TASKS, compare, in_group, make_args, single_run, train, undisturbed
+from harness import (
+    ROOT,
+    TASKS,
+    compare,
+    deviation,
+    in_group,
+    make_args,
+    single_run,
+    train,
+    undisturbed,
+)
 from launches import free_port
-from patches import BASE, in_process, stop_after, without_speed
+from patches import BASE, stop_after, without_speed
 from torch import nn
 
 import common
@@ -183,6 +193,8 @@ def build_model(args):
     elif args.model == "block":
         middle = nn.Sequential(middle, Shift(32))
     net = Net(nn.LayerNorm(64), middle, norm, nn.ReLU(), nn.Linear(32, 10))
+    if args.model == "unused":
+        net[3].unused = nn.Linear(100, 100)  # ReLU does not call it; it is sharded for itself
     if args.model == "root":
         net.register_buffer("mean", torch.zeros(3))
         net.scale = nn.Parameter(torch.ones(3))
@@ -191,31 +203,26 @@ def build_model(args):
 """
 
 
-@pytest.mark.parametrize("norm", ["batch", "layer", "spectral", "old spectral", "block", "root"])
-def test_norms_keep_float32_weights_in_bf16(norm, tmp_path, monkeypatch):
-    """Their inputs or statistics are float32, beside which torch refuses weights in bf16."""
+@pytest.mark.parametrize(
+    "norm", ["batch", "layer", "spectral", "old spectral", "block", "root", "unused"]
+)
+def test_shards_in_bf16_compute_what_ddp_computes(norm, tmp_path, monkeypatch):
+    """Whatever the network holds: the weights stay float32, and autocast rounds them."""
     monkeypatch.syspath_prepend(str(TASKS))
     (tmp_path / "norms.py").write_text(NORM_NETS)
     argv = [str(tmp_path / "norms.py") if part == BASE[1] else part for part in BASE]
     argv[argv.index("float64")] = "float32"
-    argv += ["--amp", "bf16", "--model", norm, "--average", "ema"]
-    shards, ranks = (train(mode, 2, *argv, folder=tmp_path / mode) for mode in ("fsdp", "ddp"))
+    argv += ["--model", norm, "--average", "ema", "--accum-steps", "2"]
+    half = [*argv, "--amp", "bf16"]
+    shards = train("fsdp", 2, *half, folder=tmp_path / "fsdp")
+    unused = ["--find-unused-parameters"] * (norm == "unused")
+    ranks = train("ddp", 2, *half, *unused, folder=tmp_path / "ddp")
     assert shards.code == ranks.code == 0 and not shards.err, shards.err
+    exact = train("ddp", 2, *argv, *unused, folder=tmp_path / "exact")
+    assert deviation(ranks.gradients[0][0], exact.gradients[0][0]) > 1e-4, "bf16 rounds"
+    assert deviation(shards.gradients[0][0], ranks.gradients[0][0]) < 1e-6
     for line, wanted in zip(shards.eval_lines(), ranks.eval_lines(), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=0.02)
-
-
-def print_what_needs_float32():
-    import machinery.sharding
-
-    tracked = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
-    kinds = nn.BatchNorm2d(4), nn.LayerNorm(4), tracked, nn.Linear(4, 4)
-    print([machinery.sharding.needs_float32(module) for module in kinds])
-
-
-def test_instance_norm_is_not_sharded_for_itself():
-    """torch would warn: it returns a view of what the hooks of the sharding must see."""
-    assert in_process(print_what_needs_float32) == "[True, True, False, False]\n"
 
 
 # ------------------------------------------------------------------------------------ what is cut
@@ -228,7 +235,7 @@ def shares_of(name):
     net = NETS[name]()
     total = sum(parameter.numel() for parameter in net.parameters())
     mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh, "off")
+    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh)
     own = sum(parameter.to_local().numel() for parameter in net.parameters())
     print(own / total)
 
@@ -286,7 +293,7 @@ def print_calls():
     net = NETS["mlp"]()
     parts = machinery.tasks.large_modules(net)
     mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.sharding.shard(net, parts, mesh, "off")
+    machinery.sharding.shard(net, parts, mesh)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     guard = common.StepGuard("off", torch.device("cpu"), net)
 
@@ -324,7 +331,7 @@ def test_collective_calls_are_those_of_the_page():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--grad-compress bf16", "--grad-compress bf16 belongs to DDP"),
+        ("--grad-compress bf16", "--grad-compress bf16 belongs to DDP; leave it out"),
         ("--amp fp16", "--amp fp16 cannot scale sharded gradients; use --amp bf16"),
         ("--channels-last", "--channels-last: torch shards contiguous parameters alone"),
         ("--find-unused-parameters", "--find-unused-parameters belongs to DDP"),

@@ -25,7 +25,7 @@ def small_net():
 
 def sharded(net, mesh=None):
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    machinery.sharding.shard(net, [net[0]], mesh, "off")
+    machinery.sharding.shard(net, [net[0]], mesh)
     return net
 
 

@@ -165,7 +165,7 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
     args, task = run.args, load_task(run.args)
     if mode == "fsdp":  # a sharded network cannot be copied
         net = build_net(args, task).to(run.device)
-        shard(net, task.shard_modules(net), mesh_of_ranks(run.device, args.shard_size), args.amp)
+        shard(net, task.shard_modules(net), mesh_of_ranks(run.device, args.shard_size))
     else:
         net = copy.deepcopy(run.state.net)
     lr = run.state.optimizer.param_groups[0]["lr"]

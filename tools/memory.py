@@ -45,7 +45,7 @@ def rank(index: int, mode: str, n: int, folder: str) -> None:
     if mode == "ddp":
         model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     else:
-        shard(net, large_modules(net), mesh_of_ranks(torch.device("cpu"), None), "off")
+        shard(net, large_modules(net), mesh_of_ranks(torch.device("cpu"), None))
     optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
     inputs = torch.randn(4, WIDTH)
     for step in range(STEPS):

@@ -375,7 +375,7 @@ mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_wor
 mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")
 BLOCK = """    mesh = mesh_of_ranks(device, args.shard_size)
     for network in [net, *average.children()]:
-        shard(network, task.shard_modules(network), mesh, args.amp)
+        shard(network, task.shard_modules(network), mesh)
 """
 BUILD = "    optimizer = task.build_optimizer(args, net)\n"
 mutant("fsdp: sharded after the optimizer", "train_fsdp", BLOCK + BUILD, BUILD + BLOCK, f"{SHARDED}[-2]")
@@ -385,15 +385,11 @@ mutant("fsdp: rows of another size", "machinery/sharding", "shape = (world_size 
 mutant("fsdp: what shares a weight is sharded alone", "machinery/tasks", "not container and not shared", "not container", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a list is sharded", "machinery/tasks", "not container and not shared", "not shared", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: the lowest modules", "machinery/tasks", "fits = 8 * size <= total or not", "fits = not", "test_parts_that_are_sharded_each_for_itself")
-EXACT = "test_norms_keep_float32_weights_in_bf16"
-mutant("fsdp: norms in bf16", "machinery/sharding", "kind = isinstance(module, NORMS) or", "kind =", f"{EXACT}[batch]")
-mutant("fsdp: spectral norm in bf16", "machinery/sharding", "parametrize.is_parametrized(module) or bool", "bool", f"{EXACT}[spectral]")
-mutant("fsdp: a weight in bf16 beside its buffer", "machinery/sharding", " or bool(buffers)", "", f"{EXACT}[old spectral]")
-mutant("fsdp: a view that is not to be changed", "machinery/sharding", "if isinstance(module, nn.modules.instancenorm._InstanceNorm):", "if False:", "test_instance_norm_is_not_sharded_for_itself")
-mutant("fsdp: the whole before its parts", "machinery/sharding", "in reversed(exact):", "in exact:", f"{EXACT}[block]")
-mutant("fsdp: a part is cut twice", "machinery/sharding", "if module not in done]", "if True]", f"{EXACT}[block]")
-mutant("fsdp: the network is cut twice", "machinery/sharding", "            if module is not net:\n", "            if True:\n", f"{EXACT}[root]")
-mutant("fsdp: LayerNorm in bf16", "machinery/sharding", "_BatchNorm, nn.LayerNorm, nn.GroupNorm)", "_BatchNorm,)", "test_norms_keep_float32_weights_in_bf16[layer]")
+HALF = ", mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))"
+mutant("fsdp: parts travel in bf16", "machinery/sharding", "reshard_after_forward=True)", "reshard_after_forward=True" + HALF,
+       "test_shards_in_bf16_compute_what_ddp_computes[unused]")
+mutant("fsdp: the rest travels in bf16", "machinery/sharding", "reshard_after_forward=False)", "reshard_after_forward=False" + HALF,
+       "test_shards_in_bf16_compute_what_ddp_computes[layer]")
 mutant("fsdp: a norm is sharded", "machinery/tasks", "or all(p.dim() < 2 for p in module.parameters())", "", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: small modules too", "machinery/tasks", "256 * size < total or", "", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
