@@ -57,6 +57,14 @@ def test_the_tests_that_should_notice_them_exist():
             assert test in tests, f"{mutant.name}: {test}"
 
 
+def test_packages_in_the_projects_own_environment_are_found():
+    """run.sh makes .venv within the project; the tests of a mutant need what is installed there."""
+    own, packages = str(mutants.ROOT / "tools"), str(mutants.ROOT / ".venv" / "lib" / "packages")
+    paths = ["", own, packages, "/usr/lib/python3"]
+    found = mutants.paths_of_others(paths, str(mutants.ROOT / ".venv"))
+    assert found == [packages, "/usr/lib/python3"]
+
+
 def test_a_mutant_that_does_not_apply_is_an_error():
     gone = mutants.MUTANTS[0]._replace(old="no such text")
     with pytest.raises(ValueError, match="occurs 0 times"):

@@ -63,6 +63,13 @@ def serve() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def paths_of_others(paths: Iterable[str], environment: str) -> list[str]:
+    """Return the paths that hold nothing of this project; its .venv holds the packages of others."""
+    return [
+        p for p in paths if p and (p.startswith(environment) or not Path(p).is_relative_to(ROOT))
+    ]
+
+
 def be_pytest(project: Path, arguments: list[str]) -> None:
     """Run pytest in this process, a fork of the server, as if it was started in the project."""
     os.setsid()
@@ -73,8 +80,7 @@ def be_pytest(project: Path, arguments: list[str]) -> None:
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", TMPDIR=str(project.parent / "tmp"))
     tempfile.tempdir, sys.dont_write_bytecode = None, True
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    others = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT)]
-    sys.path[:] = [str(project), *others]
+    sys.path[:] = [str(project), *paths_of_others(sys.path, sys.prefix)]
     for name in [name for name in sys.modules if name.startswith(("mutants", "__mp_main__"))]:
         del sys.modules[name]  # of this program; the project has its own
     import pytest
