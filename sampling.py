@@ -26,6 +26,8 @@ from common import UsageError, get_rank, get_world_size
 
 # ----------------------------------------------------------------------------------- random numbers
 
+MIX, MIDDLE = np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)  # for permuted
+
 
 def splitmix64(*parts: Any) -> Any:
     """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits.
@@ -39,6 +41,36 @@ def splitmix64(*parts: Any) -> Any:
         bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
         bits = bits ^ (bits >> 31)
     return bits
+
+
+def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
+    """Return which of range(length) stand at these positions of a random order, int64 [n].
+
+    It costs what n positions cost. A Feistel network (M. Luby, C. Rackoff: How to construct
+    pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is shuffled again
+    (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002; so are grid and sort).
+    """
+    if length <= 1024:  # a small grid would need more rounds; a sort is exact and faster
+        return splitmix64(key, np.arange(length, dtype=np.uint64)).argsort()[positions]
+    rows, columns, round_keys = _grid(length, key)
+    left, right = np.divmod(positions.astype(np.uint64), columns)
+    for round_key in round_keys:
+        bits = (right + round_key) * MIX
+        left, right = right, (left + (bits * bits >> MIDDLE)) % rows
+        rows, columns = columns, rows
+    samples = (left * columns + right).astype(np.int64)
+    beyond = samples >= length
+    if beyond.any():
+        samples[beyond] = permuted(samples[beyond], length, key)
+    return samples
+
+
+@functools.lru_cache(maxsize=8)
+def _grid(length: int, key: int) -> tuple[int, int, list[np.uint64]]:
+    """Return rows, columns, of which few cells lie beyond `length`, and a key for each round."""
+    side = math.isqrt(length - 1) + 1
+    columns = min(range(side, side + min(32, side // 2)), key=lambda tried: -length % tried)
+    return -(-length // columns), columns, [np.uint64(splitmix64(key, i)) for i in range(6)]
 
 
 def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
@@ -133,7 +165,8 @@ class GlobalBatchSampler(Sampler):
         self.balanced = balanced
         if balanced:
             classes = class_numbers(dataset)
-            self.by_class, self.sizes = classes.argsort(stable=True), classes.bincount()
+            self.by_class = classes.argsort(kind="stable")
+            self.sizes = np.bincount(classes).astype(np.uint64)
 
     def set_position(self, epoch: int, step: int) -> None:
         self.epoch, self.step = epoch, step
@@ -142,23 +175,22 @@ class GlobalBatchSampler(Sampler):
         return self.steps_per_epoch - self.step
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        order = self._order(torch.Generator().manual_seed(splitmix64(self.seed, self.epoch)))
         for step in range(self.step, self.steps_per_epoch):
-            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            batch = torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
             micro_batches = batch.tensor_split(self.accum_steps)
             slices = [m.tensor_split(self.world_size)[self.rank] for m in micro_batches]
-            yield self.epoch, torch.cat(slices).tolist()  # to KeyedDataset.__getitems__, as it is
+            yield self.epoch, self._order(torch.cat(slices).numpy()).tolist()  # to KeyedDataset
 
-    def _order(self, generator: torch.Generator) -> Tensor:
+    def _order(self, positions: np.ndarray) -> np.ndarray:
+        key = splitmix64(self.seed, self.epoch, -1)  # no sample is keyed by -1
         if not self.balanced:
-            return torch.randperm(self.length, generator=generator)
-        drawn = torch.randint(len(self.sizes), (self.length,), generator=generator)
-        uniform = torch.rand(self.length, generator=generator, dtype=torch.float64)
-        first = self.sizes.cumsum(0) - self.sizes
-        return self.by_class[first[drawn] + (uniform * self.sizes[drawn]).long()]
+            return permuted(positions, self.length, key)
+        drawn = splitmix64(key, positions.astype(np.uint64), 0) % len(self.sizes)
+        member = splitmix64(key, positions.astype(np.uint64), 1) % self.sizes[drawn]
+        return self.by_class[self.sizes.cumsum()[drawn] - 1 - member]
 
 
-def class_numbers(dataset: Dataset) -> Tensor:
+def class_numbers(dataset: Dataset) -> np.ndarray:
     """Return int64 [len(dataset)]: the class of each sample, numbered from 0, from `targets`.
 
     Raises UsageError if the data set has no list with one number or text per sample.
@@ -170,7 +202,7 @@ def class_numbers(dataset: Dataset) -> Tensor:
         targets = np.asarray(targets)
         if targets.shape != (len(dataset),):
             raise ValueError(f"{list(targets.shape)} targets for {len(dataset)} samples")
-        return torch.from_numpy(np.unique(targets, return_inverse=True)[1])
+        return np.unique(targets, return_inverse=True)[1]
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         wanted = "a training set with `targets`, one number or text per sample, its class"
         raise UsageError(f"--balanced needs {wanted} ({type(error).__name__}: {error})") from error

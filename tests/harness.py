@@ -362,6 +362,13 @@ def make_sampler(
     )
 
 
+def order_of(length: int, seed: int, epoch: int) -> list[int]:
+    """The order in which every mode trains on so many samples in this epoch."""
+    sampler = make_sampler(length, length, seed=seed)
+    sampler.set_position(epoch, 0)
+    return next(iter(sampler))[1]
+
+
 # What the scripts do with their options, for tests that have options too.
 
 

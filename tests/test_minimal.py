@@ -50,8 +50,10 @@ def run_minimal(n, folder, epochs=EPOCHS, patch=None):
     return codes, results[0][1].splitlines(), torch.load(file, weights_only=True)
 
 
-def order_of_minimal(self, generator):
-    return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch))
+def order_of_minimal(self, positions):
+    return torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch))[
+        positions
+    ]
 
 
 def use_order_of_minimal(rank):

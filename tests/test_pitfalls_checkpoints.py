@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, deviation, in_group, single_run, train, undisturbed
+from harness import ROOT, deviation, in_group, order_of, single_run, train, undisturbed
 from patches import BASE, after_step, in_process, print_batches, printed, stop_after, without_speed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -207,10 +207,7 @@ def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
     )  # three steps of each rank; nothing is loaded only to be skipped
     seen = [index for _, _, indices in before + after for index in indices]
     assert len(seen) == len(set(seen)) == 180
-    order = torch.randperm(
-        203, generator=torch.Generator().manual_seed(sampling.splitmix64(0, 1))
-    ).tolist()
-    assert set(seen) == set(order[:180])
+    assert set(seen) == set(order_of(203, seed=0, epoch=1)[:180])
 
 
 # ----------------------------------------------------------------------------------------------- 13

@@ -553,9 +553,9 @@ class Trial:
 
 def sample_at(epoch: int, place: int) -> str:
     """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
-    order = torch.randperm(
-        SAMPLES, generator=torch.Generator().manual_seed(sampling.splitmix64(0, epoch))
-    )  # as GlobalBatchSampler draws it
+    sampler = sampling.GlobalBatchSampler(range(SAMPLES), SAMPLES, 0)
+    sampler.set_position(epoch, 0)
+    _, order = next(iter(sampler))
     return f"{epoch}:{order[place]}"
 
 

@@ -788,8 +788,7 @@ class Runs:
         bad = set()
         seed, batch = int(trial.value("--seed", "0")), int(trial.value("--batch-size"))
         for epoch, indices in nans.items():
-            generator = torch.Generator().manual_seed(sampling.splitmix64(seed, epoch))
-            order = torch.randperm(length, generator=generator).tolist()
+            order = harness.order_of(length, seed, epoch)
             places = [place for place, index in enumerate(order) if index in indices]
             bad |= {(epoch, p // batch + 1) for p in places if p // batch < trial.steps}
         return bad

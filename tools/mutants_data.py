@@ -7,8 +7,25 @@ from mutants_base import AUGMENTED, NOISE, ORDER, PIECES, SHARDS, UNIFORM, mutan
 
 # ------------------------------------------------------------------------------------------------------------------------------ sampling.py
 
-mutant("order: the same every epoch", "sampling", "manual_seed(splitmix64(self.seed, self.epoch))", "manual_seed(splitmix64(self.seed, 0))", ORDER)
-mutant("order: without the seed", "sampling", "manual_seed(splitmix64(self.seed, self.epoch))", "manual_seed(splitmix64(0, self.epoch))", ORDER)
+OF_EPOCH = "splitmix64(self.seed, self.epoch, -1)"
+mutant("order: the same every epoch", "sampling", OF_EPOCH, "splitmix64(self.seed, 0, -1)", ORDER)
+mutant("order: without the seed", "sampling", OF_EPOCH, "splitmix64(0, self.epoch, -1)", ORDER)
+mutant("order: seed 1, epoch 0 is seed 0, epoch 1", "sampling", OF_EPOCH, "splitmix64(self.seed + self.epoch, -1)",
+       "test_orders_of_epochs_and_seeds_are_independent[40]")
+mutant("order: the whole epoch is computed for each batch", "sampling", "self._order(torch.cat(slices).numpy())",
+       "self._order(np.arange(self.length))[torch.cat(slices).numpy()]", "test_a_batch_takes_the_memory_of_a_batch[balanced]")
+RANDOM = "test_order_is_as_random_as_randperm[by_permuted-look_at"
+mutant("permuted: five rounds", "sampling", "for i in range(6)]", "for i in range(5)]", f"{RANDOM}_long_orders]")
+mutant("permuted: linear rounds", "sampling", "bits * bits >> MIDDLE", "bits >> MIDDLE", f"{RANDOM}_long_orders]")
+mutant("permuted: rounds that do not mix", "sampling", "(right + round_key) * MIX", "right + round_key", f"{RANDOM}_long_orders]")
+mutant("permuted: ten samples by the network", "sampling", "if length <= 1024:", "if length <= 1024 and length != 10:",
+       f"{RANDOM}_short_orders]")
+ONCE = "test_order_has_every_sample_once_whatever_part_is_asked_for"
+mutant("permuted: what lands beyond the length stays there", "sampling", "if beyond.any():", "if False:", ONCE)
+mutant("permuted: what lands beyond the length goes to the front", "sampling", "permuted(samples[beyond], length, key)",
+       "samples[beyond] - length", ONCE)
+mutant("permuted: many places beyond the length", "sampling", "-length % tried", "length % tried",
+       "test_few_places_of_the_grid_lie_beyond_the_length")
 mutant("sampler: a resumed epoch starts anew", "sampling", "self.epoch, self.step = epoch, step", "self.epoch, self.step = epoch, 0",
        "test_resuming_at_any_step_yields_exactly_the_rest[1]")
 mutant("sampler: all ranks take the same piece", "sampling", "tensor_split(self.world_size)[self.rank] for",
@@ -66,8 +83,13 @@ mutant("workers: load what is not wanted", "sampling", "        sampler = _Late(
 mutant("balanced: every sample equally often", "sampling", "if not self.balanced:", "if True:",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
 mutant("balanced: the first of each class alone", "sampling",
-       "first[drawn] + (uniform * self.sizes[drawn]).long()", "first[drawn]",
+       "[drawn] - 1 - member", "[drawn] - 1",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: class and sample by one draw", "sampling", "positions.astype(np.uint64), 1)", "positions.astype(np.uint64), 0)",
+       "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: drawn by the place in the batch", "sampling", "drawn = splitmix64(key, positions.astype(np.uint64), 0)",
+       "drawn = splitmix64(key, np.arange(len(positions), dtype=np.uint64), 0)",
+       "test_balanced_order_is_the_same_at_any_world_size")
 mutant("balanced: without targets, not balanced", "sampling", "if targets.shape != (len(dataset),):",
        "if False:", "test_balanced_needs_the_class_of_each_sample")
 mutant("data: a broken image in a batch ends the run", "sampling",
