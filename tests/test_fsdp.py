@@ -33,7 +33,7 @@ NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
     "options",
     [
         "",
-        "--accum-steps 3 --clip-grad-norm 0.05 --lr 1",
+        "--accum-steps 3 --clip-grad-norm 0.05 --lr 2",
         "--optimizer adamw --lr 0.01 --average ema",
         "--average swa --epochs 4 --freeze first.bias",
     ],

@@ -370,7 +370,7 @@ mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ',
 mutant("shards: optimizer state is not cut", "machinery/run", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
 mutant("shards: the average is not cut", "machinery/run", "self.average.load_state_dict(cut_like(average, self.average.state_dict()))", "self.average.load_state_dict(average)",
        "test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one[--average ema]")
-mutant("fsdp: each micro-batch is synchronised", "train_fsdp", "model.set_requires_gradient_sync(i == args.accum_steps - 1)", "model.set_requires_gradient_sync(i == 0)", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 1-3]")
+mutant("fsdp: each micro-batch is synchronised", "train_fsdp", "model.set_requires_gradient_sync(i == args.accum_steps - 1)", "model.set_requires_gradient_sync(i == 0)", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]")
 mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
 mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")
 BLOCK = """    mesh = mesh_of_ranks(device, args.shard_size)
@@ -380,7 +380,7 @@ BLOCK = """    mesh = mesh_of_ranks(device, args.shard_size)
 BUILD = "    optimizer = task.build_optimizer(args, net)\n"
 mutant("fsdp: sharded after the optimizer", "train_fsdp", BLOCK + BUILD, BUILD + BLOCK, f"{SHARDED}[-2]")
 mutant("fsdp: a task is not asked", "train_fsdp", "task.shard_modules(network)", "[]", "test_task_chooses_what_is_sharded")
-mutant("fsdp: the norm of a shard", "common", "nn.utils.get_total_norm(p.grad for p in parameters if", "nn.utils.get_total_norm(getattr(p.grad, '_local_tensor', p.grad) for p in parameters if", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 1-3]")
+mutant("fsdp: the norm of a shard", "common", "nn.utils.get_total_norm(p.grad for p in parameters if", "nn.utils.get_total_norm(getattr(p.grad, '_local_tensor', p.grad) for p in parameters if", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]")
 mutant("fsdp: rows of another size", "machinery/sharding", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)", "test_ranks_of_a_row_hold_the_whole")
 mutant("fsdp: what shares a weight is sharded alone", "machinery/tasks", "not container and not shared", "not container", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a list is sharded", "machinery/tasks", "not container and not shared", "not shared", "test_parts_that_are_sharded_each_for_itself")
