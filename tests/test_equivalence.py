@@ -83,7 +83,7 @@ FEATURES = {
     "frozen layers": "--freeze conv1.* conv2.bias",
     "step": "--schedule step --step-epochs 3 4 --step-gamma 0.3 --warmup-epochs 1",
     "loader workers": "--workers 2",
-    "batch of one a device": "--batch-size 3 --epochs 2 --lr 0.02",
+    "batch of one a device": "--batch-size 3 --epochs 2 --lr 0.03",
     "ema": "--average ema",
     "swa": "--average swa",
     "channels last": "--channels-last",
