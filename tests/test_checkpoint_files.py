@@ -364,6 +364,7 @@ def test_became_non_finite_compares_place_by_place():
             not torch.tensor(value).isfinite().all()
         )
     assert not common.became_non_finite(torch.tensor([2**60, -1]), None)
+    assert not common.became_non_finite(torch.full((4,), 3e38), None), "only their sum overflows"
 
 
 def ruin_one_save(rank):

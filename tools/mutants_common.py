@@ -164,6 +164,8 @@ mutant("by design: NaN becomes infinite", "common", "| (value.isnan() & before.i
        "test_became_non_finite_compares_place_by_place")
 mutant("by design: a NaN is not", "common", " | (value.isnan() & before.isnan())", "",
        "test_became_non_finite_compares_place_by_place")
+mutant("by design: a sum that overflows", "common", " or value.isfinite().all():", ":",
+       "test_became_non_finite_compares_place_by_place")
 mutant("by design: no weights with a mask", "common",
        "became_non_finite(value.to(own[n].dtype), own[n])",
        "became_non_finite(value.to(own[n].dtype), None)",
