@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import io
 import multiprocessing
@@ -53,6 +54,7 @@ def become_child(*given: Any) -> None:
     global _given
     leave_signals_to_parent()
     torch.set_num_threads(1)  # a fork does not have the threads of its parent
+    gc.freeze()  # to look for garbage in what the two share would copy it, page by page
     _given = given
 
 

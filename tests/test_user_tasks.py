@@ -1,7 +1,9 @@
 """Tasks and programs of users: what is unusual but right gives the right result, what cannot be right is refused by name."""
 
 import functools
+import gc
 import itertools
+import multiprocessing
 import os
 import random
 import re
@@ -11,6 +13,7 @@ import sys
 import threading
 import warnings
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -58,6 +61,14 @@ import train_ddp
 def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
     with pytest.raises(common.UsageError, match=re.escape(message)):
         check("single", 1, *ODD, "--model", model)
+
+
+def test_collector_of_the_check_leaves_alone_what_it_shares_with_the_run():
+    """Else each collection in the child would copy the memory of all modules and lists of files."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, context, machinery.check.become_child) as pool:
+        assert pool.submit(gc.get_freeze_count).result(timeout=60) > 10_000
+    assert gc.get_freeze_count() == 0, "in the run itself all is as it was"
 
 
 def check_names_of_ranks():

@@ -171,6 +171,8 @@ mutant("slurm: only the first task checks", "machinery/check", "together and os.
 mutant("check: in the process of the run", "machinery/check",
        "pool.submit(check_given).result()", "check(*given)",
        "test_check_starts_no_thread_and_draws_no_random_number", "test_check_leaves_no_trace_in_the_state_of_the_task[single-1]")
+mutant("check: the collector copies what the child shares", "machinery/check", "    gc.freeze()\n", "",
+       "test_collector_of_the_check_leaves_alone_what_it_shares_with_the_run")
 LAST_LACKS = "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]"
 mutant("check: names of metrics are not compared", "machinery/check", "val_set, indices, on_cpu, meter)",
        "val_set, [*indices], on_cpu, common.Meter(meter.device))", LAST_LACKS)
