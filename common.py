@@ -11,6 +11,7 @@ import fnmatch
 import itertools
 import math
 import os
+import shutil
 import sys
 import warnings
 import zipfile
@@ -730,16 +731,27 @@ def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
 # ------------------------------------------------------------------------------- checkpoint files
 
 
-def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a file that is always whole: after a crash, a kill or a full disk the old one stays."""
-    temporary = path.with_name(f".{path.name}.tmp")  # a rename is atomic within one file system
+def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
+    """Write files that are always whole: after a crash, a kill or a full disk the old ones stay.
+
+    The others are copies of the first, and appear after it, in this order.
+    """
+    temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
     handled = sys.exc_info()[1]  # what a caller may be about to handle
     try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())  # the data must be on the disk before the name points to it
-        os.replace(temporary, path)
+        for path, temporary in zip(paths, temporaries):
+            if path is paths[0]:
+                with open(temporary, "wb") as file:
+                    torch.save(checkpoint, file)
+            else:
+                shutil.copyfile(temporaries[0], temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())  # the data must be on the disk before a name points to it
+        for path, temporary in zip(paths, temporaries):
+            os.replace(temporary, path)  # atomic within one file system
+            directory = os.open(path.parent, os.O_RDONLY)
+            os.fsync(directory)  # and the name too
+            os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         # torch goes on after a refused write, and reports what follows from it.
         first: BaseException = error
@@ -749,10 +761,8 @@ def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:
         problem = f"{path} could not be written (is the disk full?); the last good file stays"
         raise OSError(f"{problem}: {reason}") from error
     finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    os.fsync(directory)  # and the name too
-    os.close(directory)
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

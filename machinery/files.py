@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
 from machinery.options import EVALUATED, MAY_CHANGE, TASK, declared, keys, refuse
-from machinery.processes import at_end, attempt
+from machinery.processes import WRITER, at_end, attempt
 
 # ------------------------------------------------------------------------- finding the checkpoint
 
@@ -126,7 +127,8 @@ class RunFiles:
         self.writer = self.best_epoch = None  # of best.pt, counted from 1
         tensors = {name: value for name, value in built.items() if isinstance(value, Tensor)}
         infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
-        self.by_design = {name: tensors[name].clone() for name in infinite}
+        self.by_design = {name: tensors[name] for name in infinite}
+        self.writing: Future | None = None  # the last save
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
         only_reads = args.eval_only and any(directory.glob("*.pt"))
@@ -193,6 +195,8 @@ class RunFiles:
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; NaN and Inf become null."""
+        if self.writing and self.writing.done():
+            self.writing.result()  # an error is raised now, and not an epoch later
         bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
         plain = line | dict.fromkeys(bad)
         self.log.write(json.dumps(plain) + "\n")
@@ -202,7 +206,7 @@ class RunFiles:
             self.writer.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
 
     def write_checkpoint(self, checkpoint: dict[str, Any], names: tuple[str, ...]) -> str:
-        """Write the checkpoint under these names.
+        """Let a thread write the checkpoint under these names; nothing may change its tensors.
 
         Return the tensors that became non-finite, if any: then the last good files stay.
         """
@@ -214,13 +218,24 @@ class RunFiles:
             kept = "not saved, the last good checkpoint stays"
             print(f"{kept}: {problem}", file=sys.stderr, flush=True)
             return problem
-        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
-        for name in names:
-            save_checkpoint(checkpoint, self.directory / name)
         if "best.pt" in names:
             self.best_epoch = checkpoint["epoch"]
+        # On Linux nice counts for one thread: this one leaves the cores to the steps.
+        pool = ThreadPoolExecutor(1, WRITER, os.nice, (19,))
+        self.writing = pool.submit(self._write, checkpoint, names)
+        pool.shutdown(wait=False)  # its thread ends with the write
         return ""
 
+    def _write(self, checkpoint: dict[str, Any], names: tuple[str, ...]) -> None:
+        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
+        save_checkpoint(checkpoint, *(self.directory / name for name in names))
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk. Raises OSError if it could not be written."""
+        if self.writing:
+            self.writing.result()
+
     def close(self) -> None:
+        self.wait()
         if self.writer:
             self.writer.close()

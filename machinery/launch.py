@@ -31,13 +31,12 @@ import torch.multiprocessing as mp
 
 from machinery.files import output_directory
 from machinery.options import parse_args
-from machinery.processes import FAILED, LOST, SIGNALS, handle_signals, run_main, tell
+from machinery.processes import FAILED, GRACE, LOST, SIGNALS, handle_signals, run_main, tell
 from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
 from machinery.tasks import blame
 from sampling import end_with_parent
 
 RESTARTS = 3  # after a failure, on one machine; between several nobody coordinates a restart
-GRACE = 10  # seconds that the other ranks have after a failure: they may hang
 ON_PURPOSE = {2, 3, 130, 143}  # exit codes of a rank that has told why it ends
 
 

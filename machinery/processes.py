@@ -41,7 +41,9 @@ LOST_CONNECTION = re.compile(
 )
 # Exit codes of a rank for machinery/launch.py: it failed and told why, it lost another one.
 FAILED, LOST = 4, 5
+GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
 REPEATED = 30  # seconds after which an error is said that another rank has probably said
+WRITER = "checkpoint"  # begins the name of the thread that writes one
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "
@@ -82,6 +84,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             with warnings.catch_warnings():
                 return main(*arguments, **options)
         finally:
+            wait_for_writer()
             at_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             torch.backends.cudnn.benchmark = benchmark
@@ -231,8 +234,16 @@ def end_process(ends: list[int]) -> None:
         leave(ends[0])
 
 
+def wait_for_writer(seconds: float | None = None) -> None:
+    """Wait for the thread that writes a checkpoint: a restart goes on from its file."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(WRITER):
+            thread.join(seconds)
+
+
 def leave(code: int) -> NoReturn:
     """End a rank at once. Python's clean-up may hang while threads still talk to other ranks."""
+    wait_for_writer(GRACE)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

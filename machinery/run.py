@@ -104,7 +104,7 @@ class State:
 
 
 def whole(value: Any) -> Any:
-    """Return nested dicts and lists with whole tensors on rank 0's CPU. Call it on every rank."""
+    """Return a copy of dicts and lists, whole tensors on rank 0's CPU. Call it on every rank."""
     if isinstance(value, dict):
         return {name: whole(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -112,7 +112,7 @@ def whole(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = joined(value) if hasattr(value, "full_tensor") else value
-    return value.cpu() if get_rank() == 0 else None
+    return value.to("cpu", copy=True) if get_rank() == 0 else None  # steps go on while it is saved
 
 
 def joined(shards: Tensor) -> Tensor:
@@ -311,6 +311,8 @@ class Run:
         # To read the number is to wait for the device: only where the host waits anyway, and after
         # `stop.agreed`, which raises if a rank is lost. CUDA would wait for ever.
         if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            if self.files:
+                self.files.wait()
             problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
             raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")
 
@@ -418,6 +420,7 @@ class Run:
         if self.refused:
             state.best = earlier  # the score of best.pt; rank 0 knows, and it alone saves it
         if self.files and state.epoch == args.epochs and state.best is not None:
+            self.files.wait()
             path = self.files.directory / "best.pt"
             print(f"best {name} {state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
             again = f"--eval-only --resume {shlex.quote(str(path))}"
@@ -426,9 +429,11 @@ class Run:
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.
 
-        Call it on every rank: all take part in collecting what rank 0 writes.
+        Call it on every rank: all take part in collecting what a thread of rank 0 writes.
         """
         self._spend("train_s")
+        if self.files:
+            self.files.wait()  # for the save before: the memory holds one copy at a time
         sums = self.meter.sums_of_ranks()
         checkpoint = self.state.checkpoint()
         if self.files:
@@ -444,6 +449,7 @@ class Run:
             if self.bar:
                 self.bar.close()  # else its line would go on with the next one
             if self.files:
+                self.files.wait()
                 directory = shlex.quote(str(self.files.directory))
                 again = f"--output-dir {directory} --resume auto"
                 print(f"to go on: the same command with {again}", flush=True)
@@ -453,10 +459,10 @@ class Run:
     def finish(self) -> None:
         """Wait for all ranks, and close the files. Raises Stopped if the last save was refused."""
         refused = broadcast_object(self.refused)
-        if dist.is_initialized():
-            dist.barrier()  # rank 0 has written its files
         if self.files:
             self.files.close()
+        if dist.is_initialized():
+            dist.barrier()  # rank 0 has written its files
         if refused:
             raise Stopped(3, f"the run is done, but its last state was not saved: {refused}")
 

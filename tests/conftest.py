@@ -38,11 +38,12 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def handlers():
-    """Put back the answers to signals that a Run in this process takes over."""
+    """Put back the answers to signals that a Run in this process takes over; let its save end."""
     import machinery.processes
 
     before = {number: signal.getsignal(number) for number in machinery.processes.SIGNALS}
     yield
+    machinery.processes.wait_for_writer()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -70,6 +71,7 @@ def run(tmp_path):
             make_step(run, [1.0])
         if epoch == 0:
             run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    run.files.wait()
     return run
 
 

@@ -7,6 +7,7 @@ from harness import average_of, guard_of, make_args, make_sampler, optimizer_of,
 from torch import nn
 
 import machinery.run
+from machinery.processes import wait_for_writer
 
 CPU = torch.device("cpu")
 
@@ -66,5 +67,13 @@ def make_step(run, losses, norm=1.0):
     run.end_step(torch.tensor(norm, dtype=torch.float64))
 
 
+def end(run):
+    """Leave a run as a process that ends: its last save is on the disk, and its lock is free."""
+    run.files.wait()
+    run.files.log.close()
+
+
 def load(path):
+    """Return what is in a file of a run in this process, when it is written."""
+    wait_for_writer()
     return torch.load(path, weights_only=True)

@@ -6,7 +6,7 @@ import shlex
 import pytest
 from harness import check, train
 from patches import BASE
-from runs import load, make_run
+from runs import end, load, make_run
 from short_runs import ODD, SMALL
 
 import common
@@ -100,6 +100,7 @@ def best_after(folder, scores):
     for score in scores:
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "top5": 1 - score, "count": 57})
+        run.files.wait()
         best = run.files.directory / "best.pt"
         loaded = load(best) if best.exists() else {}
         found.append(
@@ -157,6 +158,7 @@ def test_kept_epochs_are_every_so_many(tmp_path):
     for _ in range(7):
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    run.files.wait()
     kept = {path.name: load(path)["epoch"] for path in run.files.directory.glob("epoch-*.pt")}
     assert kept == {"epoch-0003.pt": 3, "epoch-0006.pt": 6}
     assert not list(make_run(tmp_path / "none", "--epochs", 5).files.directory.glob("*.pt"))
@@ -185,7 +187,7 @@ def go_back(folder, name, **files):
     for score in (0.5, 0.9):
         run.state.step = run.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
-    run.files.log.close()
+    end(run)
     return make_run(folder / name, "--epochs", 50, "--resume", run.files.directory / files["of"])
 
 
@@ -252,10 +254,10 @@ def fail_at_last(rank):
     """The disk is full when last.pt is written to the new folder."""
     save = machinery.files.save_checkpoint
 
-    def failing(saved, path):
-        if path.name == "last.pt":
-            raise OSError(f"{path} could not be written")
-        save(saved, path)
+    def failing(saved, *paths):
+        if paths[-1].name == "last.pt":
+            raise OSError(f"{paths[-1]} could not be written")
+        save(saved, *paths)
 
     machinery.files.save_checkpoint = failing
 

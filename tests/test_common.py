@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, factor_of, guard_of, in_group, make_args, optimizer_of, single_run, train
-from runs import make_run
+from runs import end, make_run
 from torch import nn
 
 import common
@@ -414,7 +414,7 @@ def test_optimizer_of_an_accelerator_goes_on_here(tmp_path, handlers):
     run = make_run(tmp_path)
     before = [group["fused"] for group in run.state.optimizer.param_groups]
     run.save("last.pt")
-    run.files.log.close()
+    end(run)
     path = run.files.directory / "last.pt"
     saved = torch.load(path, weights_only=True)
     for group in saved["optimizer"]["param_groups"]:

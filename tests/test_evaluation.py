@@ -19,7 +19,7 @@ import pytest
 import torch
 from harness import make_args, train, undisturbed
 from patches import BASE, printed, set_environment_of, without_speed
-from runs import load, make_run
+from runs import end, load, make_run
 from short_runs import NOISE, ODD, ODD_MODES, SWA
 
 import machinery.files
@@ -95,12 +95,14 @@ def print_files(mode, rank):
     script = importlib.import_module(f"train_{mode}")
     save, evaluate = machinery.files.save_checkpoint, script.evaluate
 
-    def saved(state, path):
-        save(state, path)
-        place = [path.name, state["epoch"], state["step"], len(state["log"])]
-        print("event", json.dumps(place), flush=True)
+    def saved(state, *paths):
+        save(state, *paths)
+        for path in paths:
+            place = [path.name, state["epoch"], state["step"], len(state["log"])]
+            print("event", json.dumps(place), flush=True)
 
     def evaluated(*arguments):
+        machinery.processes.wait_for_writer()  # of a save that was begun before
         if rank == 0:
             print("event", json.dumps("evaluation"))
         return evaluate(*arguments)
@@ -158,6 +160,7 @@ def look_before_the_evaluation(rank):
 
     def watched(seed, i):
         if i == rank == 0:
+            machinery.processes.wait_for_writer()  # of a save that was begun before
             saved = torch.load(f"{os.environ['OUTPUT']}/last.pt")
             print("saved:", saved["epoch"], saved["step"], saved["global_step"], flush=True)
         seed_evaluation(seed, i)
@@ -212,6 +215,7 @@ def keep_last_before_the_evaluation(rank):
     eval_model = machinery.run.Run.eval_model
 
     def watched(run, loader):
+        run.files.wait()
         shutil.copy(run.files.directory / "last.pt", run.files.directory / "before.pt")
         return eval_model(run, loader)
 
@@ -236,6 +240,7 @@ def keep_last(path, rank):
     evaluate = train_single.evaluate
 
     def watched(args, *others):
+        machinery.processes.wait_for_writer()
         shutil.copy(Path(args.output_dir) / "last.pt", path)
         return evaluate(args, *others)
 
@@ -266,7 +271,7 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
     run = make_run(tmp_path, "--epochs", 3)
     run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
     run.save("last.pt")
-    run.files.log.close()
+    end(run)
     path = run.files.directory / "last.pt"
     run = make_run(tmp_path / "elsewhere", "--epochs", 3, "--eval-only", "--resume", path)
     capsys.readouterr()
@@ -287,7 +292,7 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
 def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
     """It prints, and that is all."""
     run.save("last.pt")
-    run.files.log.close()
+    end(run)
     before = {path.name: path.read_bytes() for path in run.files.directory.iterdir()}
     path = run.files.directory / "last.pt"
     again = make_run(run.files.directory.parent, "--eval-only", "--resume", path)

@@ -29,6 +29,8 @@ from harness import TASKS, Result, single_run, train, undisturbed
 from launches import Launch
 from patches import Patches, set_environment, stop_after, without_speed
 
+import common
+
 SMALL = (
     "--task",
     TASKS / "faulty.py",
@@ -75,14 +77,17 @@ def assert_same(result, reference):
     assert not list(result.folder.glob(".*"))
 
 
-# A save is fsync (of the log), and fsync, replace, fsync for each file: last.pt in the fourth step, and in the sixth, which is the
-# last of the epoch; then best.pt and last.pt after the evaluation. So the 3rd, 7th, 11th, 14th and 22nd put a new file into its place.
-@pytest.mark.parametrize("number", [2, 3, 7, 11, 12, 14, 22])
+# A save is fsync (of the log), fsync for each file, and replace, fsync for each name: last.pt in the fourth step, and in the sixth,
+# which is the last of the epoch; then best.pt and last.pt after the evaluation. So the 3rd, 7th, 12th, 14th and 22nd put a new file
+# into its place. Those of the first evaluation are calls 9 to 15.
+@pytest.mark.parametrize("number", [2, 3, 7, 11, 12, 13, 14, 22])
 def test_killed_within_a_save(number, tmp_path):
     killed = train(
         "single", 1, *SMALL, folder=tmp_path, patch=functools.partial(kill_at_call, number)
     )
     assert killed.code == -signal.SIGKILL
+    files = [common.load_checkpoint(path)["global_step"] for path in killed.folder.glob("*.pt")]
+    assert len(files) == (0 if number < 4 else 1 if number < 13 else 2), files
     assert_same(train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path), single_run(*SMALL))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import TASKS, in_group, make_args, make_sampler, single_run, train
 from patches import BASE, change_training_loss, without_speed
-from runs import Batches, Clock, make_run, make_step, start_epoch
+from runs import Batches, Clock, end, make_run, make_step, start_epoch
 from short_runs import SMALL
 
 import machinery.processes
@@ -81,7 +81,7 @@ def test_first_line_after_a_resume_is_of_all_samples_since_the_last_line(clock, 
         clock.seconds += 50
         make_step(first, losses)
     first.save("last.pt")
-    first.files.log.close()
+    end(first)
     run = make_run(tmp_path, "--log-every", 4, "--resume", "auto")
     assert run.state.global_step == 3
     clock.seconds += 1000  # until the first batch comes
@@ -107,7 +107,7 @@ def check_speed_of_two_ranks(folder):
             run.save("last.pt")
             dist.barrier()
             if rank == 0:
-                run.files.log.close()
+                end(run)
             argv = "--log-every", 2, "--resume", "auto"
             run = make_run(Path(folder), *argv, rank=rank, world_size=2)
             clock.seconds += 100
@@ -341,14 +341,18 @@ def test_evaluation_is_printed_and_logged(tmp_path, capsys):
 
 def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock, tmp_path):
     run = make_run(tmp_path, "--save-every", 4)
-    write = run.files.write_checkpoint
+    write, wait = run.files.write_checkpoint, run.files.wait
     loading = Batches([])
 
     def slow_write(*arguments):
-        clock.seconds += 0.25
+        clock.seconds += 0.125
         return write(*arguments)
 
-    run.files.write_checkpoint = slow_write
+    def slow_wait():
+        clock.seconds += 0.125  # the save before takes so long
+        wait()
+
+    run.files.write_checkpoint, run.files.wait = slow_write, slow_wait
     for _ in range(2):
         clock.seconds += 1.0  # the loader starts
         start_epoch(run)
@@ -457,7 +461,7 @@ def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypa
     run = make_run(tmp_path, "--tensorboard")
     run.state.global_step = run.state.step = 3
     run.save("last.pt")
-    run.files.log.close()
+    end(run)
     make_run(tmp_path, "--tensorboard", "--resume", "auto").files.log.close()
     folder = tmp_path / "run"
     assert told == [(folder, {"purge_step": None}), (folder, {"purge_step": 4})]
@@ -472,7 +476,7 @@ def test_log_stays_whole_lines_after_a_resume(damage, tmp_path):
     for losses in LOSSES[:3]:
         make_step(run, losses)
     run.save("last.pt")
-    run.files.log.close()
+    end(run)
     path = run.files.directory / "metrics.jsonl"
     lines = path.read_text().splitlines()
     if damage == "torn":
@@ -516,7 +520,7 @@ def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
         run = make_run(tmp_path, "--epochs", 3, "--resume", "auto")
         run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
         run.save("last.pt")
-        run.files.log.close()
+        end(run)
         capsys.readouterr()
         make_run(tmp_path, "--epochs", 3, "--resume", "auto").files.log.close()
         assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
@@ -530,7 +534,7 @@ def test_eval_only_says_what_it_evaluates(epoch, step, where, tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 3)
     run.state.epoch, run.state.step = epoch, step
     run.save("last.pt")
-    run.files.log.close()
+    end(run)
     make_run(tmp_path, "--epochs", 3, "--eval-only", "--resume", "auto").files.log.close()
     assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
 

@@ -184,6 +184,7 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
 
 
 def leave_at_once():
+    machinery.processes.wait_for_writer()  # the save before the evaluation is whole
     os._exit(9)
 
 
@@ -350,6 +351,7 @@ def test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were(tmp_path, ha
     make_step(run, [2.0])
     run.save("last.pt")
     folder = run.files.directory
+    run.files.wait()
     machinery.processes.at_end.close()  # its lock
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(common.UsageError, match="does not fit the model or the optimizer"):
@@ -364,6 +366,7 @@ def test_checkpoint_lacks_nothing(tmp_path, handlers):
     """A file without one of its parts is refused by name."""
     run = make_run(tmp_path)
     run.save("last.pt")
+    run.files.wait()
     whole = torch.load(run.files.directory / "last.pt", weights_only=True)
     names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
     names += ["epoch", "step", "global_step", "samples", "classes"]

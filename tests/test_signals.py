@@ -265,6 +265,7 @@ def test_signal_before_training_ends_the_run_at_once(number, tmp_path):
 
 
 def look(path):
+    machinery.processes.wait_for_writer()  # of a save that was begun before
     print("saved:", path.exists() and torch.load(path)["step"])
 
 
@@ -282,6 +283,7 @@ def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_pat
 
 
 def interrupt_and_look(path, size):
+    machinery.processes.wait_for_writer()  # of a save that was begun before
     os.kill(os.getpid(), signal.SIGTERM)
     print("saved before:", torch.load(path)["step"] == size)
 

@@ -94,14 +94,21 @@ mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.
 mutant("ema: statistics not averaged", "common", "averaged |= {id(norm.running_mean), id(norm.running_var)}", "pass",
        "test_ema_and_swa_are_what_they_say")
 mutant("save: file not on the disk before the rename", "common",
-       "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n", "", DURABLE)
+       "os.fsync(file.fileno())", "pass", DURABLE)
 mutant("save: name not on the disk", "common", "os.fsync(directory)", "pass", DURABLE)
-mutant("save: written over the old file", "common", "os.replace(temporary, path)\n    except",
-       "path.write_bytes(temporary.read_bytes())\n    except", DURABLE)
-mutant("save: temporary file in another folder", "common", 'temporary = path.with_name(f".{path.name}.tmp")',
-       'temporary = path.parent.parent / f".{path.name}.tmp"', DURABLE)
+mutant("save: written over the old file", "common", "os.replace(temporary, path)",
+       "path.write_bytes(temporary.read_bytes())", DURABLE)
+mutant("save: temporary file in another folder", "common", '[path.with_name(f".{path.name}.tmp") for',
+       '[path.parent.parent / f".{path.name}.tmp" for', DURABLE)
 mutant("save: half a file stays behind", "common", "temporary.unlink(missing_ok=True)", "pass",
        "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
+mutant("save: half a copy stays behind", "common", "for temporary in temporaries:", "for temporary in temporaries[:1]:",
+       "test_copy_that_fails_leaves_all_names_as_they_were")
+OWN_FILES = "test_names_of_one_save_are_files_of_their_own"
+mutant("save: serialised for each name", "common", "if path is paths[0]:", "if True:", OWN_FILES)
+mutant("save: all names are one file", "common", "shutil.copyfile(temporaries[0], temporary)", "os.link(temporaries[0], temporary)", OWN_FILES)
+mutant("save: copies of the file before", "common", "shutil.copyfile(temporaries[0], temporary)", "shutil.copyfile(paths[0], temporary)",
+       "test_kept_epochs_are_every_so_many")
 mutant("load: runs code in the file", "common", "weights_only=True)", "weights_only=False)",
        "test_hostile_pickle_is_refused_and_does_not_run")
 mutant("load: checksums not tested", "common", "damaged := file.testzip()", "damaged := None", f"{DAMAGED}[flipped]")
@@ -209,9 +216,16 @@ mutant("save: only last.pt is durable", "common", "            os.fsync(file.fil
 NAME = "os.fsync(directory)  # and the name too"
 mutant("save: only the name of last.pt is durable", "common", NAME, 'path.name != "last.pt" or os.fsync(directory)', ORDERED)
 mutant("save: only the names of others are durable", "common", NAME, 'path.name == "last.pt" or os.fsync(directory)', ORDERED)
-mutant("save: on the disk before it is written", "common", "            torch.save(checkpoint, file)\n            file.flush()\n"
-       "            os.fsync(file.fileno())  # the data must be on the disk before the name points to it\n",
-       "            os.fsync(file.fileno())\n            torch.save(checkpoint, file)\n            file.flush()\n", ORDERED)
+SYNC = """            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())  # the data must be on the disk before a name points to it
+"""
+APPEAR = """        for path, temporary in zip(paths, temporaries):
+            os.replace(temporary, path)  # atomic within one file system
+            directory = os.open(path.parent, os.O_RDONLY)
+            os.fsync(directory)  # and the name too
+            os.close(directory)
+"""
+mutant("save: on the disk when it has its name", "common", SYNC + APPEAR, f"            pass\n{APPEAR}" + SYNC.replace("temporary", "path"), ORDERED)
 mutant("save: another folder is made durable", "common", "directory = os.open(path.parent, os.O_RDONLY)",
        'directory = os.open(".", os.O_RDONLY)', ORDERED)
 mutant("save: a leftover is written on", "common", 'open(temporary, "wb")', 'open(temporary, "ab")',

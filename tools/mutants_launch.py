@@ -240,6 +240,12 @@ mutant("end: a process without a launcher has a rank's code", "machinery/process
        "leave(FAILED if launched else 1)", "leave(FAILED)", "test_pitfall_06_error_with_loader_workers_ends_the_process")
 mutant("end: what a rank has told is told again", "machinery/processes",
        "leave(FAILED if launched else 1)", "leave(1)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
+mutant("end: a rank that fails cuts its save short", "machinery/processes", "    wait_for_writer(GRACE)\n", "",
+       "test_rank_that_fails_lets_its_save_end")
+mutant("end: a rank that fails waits for a disk that hangs", "machinery/processes", "wait_for_writer(GRACE)", "wait_for_writer()",
+       "test_rank_that_fails_does_not_wait_for_a_disk_that_hangs")
+mutant("traces: a notebook cuts a save short", "machinery/processes", "            wait_for_writer()\n            at_end", "            at_end",
+       "test_notebook_that_leaves_a_run_by_an_error_has_its_last_save")
 mutant("end: a rank that fails does not tell why", "machinery/processes",
        "    traceback.print_exception(error)\n", "", "test_pitfall_06_dead_rank_ends_the_job[raises]")
 mutant("end: a line without a word", "machinery/processes",

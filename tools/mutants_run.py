@@ -90,8 +90,8 @@ mutant("save: a run that could not be saved is a failure, which is started again
        'raise Stopped(3, f"the run is done', 'raise Stopped(1, f"the run is done',
        "test_run_whose_last_state_was_not_saved_is_no_success")
 mutant("save: the other ranks end well", "machinery/run",
-       "refused = broadcast_object(self.refused)\n        if dist",
-       "refused = self.refused\n        if dist",
+       "refused = broadcast_object(self.refused)\n        if self",
+       "refused = self.refused\n        if self",
        "test_ranks_of_a_run_that_could_not_be_saved_end_alike")
 mutant("save: a refused score is the best", "machinery/run", "state.best = earlier", "pass",
        "test_refused_save_does_not_raise_the_best_score")
@@ -277,11 +277,11 @@ mutant("log: infinity is written", "machinery/files", "isinstance(v, float) and 
 SCALARS = "test_tensorboard_gets_the_figures_of_the_log"
 mutant("tensorboard: counts are curves", "machinery/files", '"step", "global_step", "count"}', '"step", "global_step"}', SCALARS)
 mutant("tensorboard: over the epoch", "machinery/files", "line[name], line[\"global_step\"])", 'line[name], line["epoch"])', SCALARS)
-mutant("save: in the opposite order", "machinery/files", "        for name in names:\n", "        for name in names[::-1]:\n", ORDERED)
+mutant("save: in the opposite order", "machinery/files", "/ name for name in names)", "/ name for name in names[::-1])", ORDERED)
 LOGGED = "test_log_is_on_the_disk_before_a_checkpoint_is_begun"
 FSYNC = "        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log\n"
 mutant("save: the log stays in memory", "machinery/files", FSYNC, "", LOGGED)
-WRITE = "        for name in names:\n            save_checkpoint(checkpoint, self.directory / name)\n"
+WRITE = "        save_checkpoint(checkpoint, *(self.directory / name for name in names))\n"
 mutant("save: the log after the checkpoint", "machinery/files", FSYNC + WRITE, WRITE + FSYNC, LOGGED)
 mutant("log: lines stay in Python's memory", "machinery/files", "        self.log.flush()\n", "", LOGGED)
 mutant("tensorboard: resumed without purging", "machinery/files",
@@ -406,7 +406,30 @@ mutant("divergence: saved before it is seen", "machinery/run", "if logs or saves
 
 SECONDS = "test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving"
 mutant("seconds: saving is training", "machinery/run", '        self._spend("save_s")\n', "", SECONDS)
-mutant("seconds: saving is training before it too", "machinery/run", '        self._spend("train_s")\n        sums', "        sums", SECONDS)
+mutant("seconds: saving is training before it too", "machinery/run", '        self._spend("train_s")\n        if self', "        if self", SECONDS)
+WAIT_SAVE = "        if self.files:\n            self.files.wait()  # for the save before\n"
+mutant("seconds: to wait for the save before is training", "machinery/run", f'        self._spend("train_s")\n{WAIT_SAVE}', f'{WAIT_SAVE}        self._spend("train_s")\n', SECONDS)
+
+# Saving beside the next steps
+BESIDE = "test_steps_go_on_while_the_disk_is_busy_and_the_next_save_waits"
+mutant("save: the steps wait for it", "machinery/files", "pool.shutdown(wait=False)", "pool.shutdown()", BESIDE)
+mutant("save: the steps wait for the log", "machinery/files", "        pool = ThreadPoolExecutor", "        os.fsync(self.log.fileno())\n        pool = ThreadPoolExecutor", BESIDE)
+mutant("save: takes as much of the cores as the steps", "machinery/files", "WRITER, os.nice, (19,))", "WRITER)", "test_thread_leaves_the_cores_to_the_steps")
+mutant("save: does not wait for the one before", "machinery/run", WAIT_SAVE + "        sums", "        sums", BESIDE)
+mutant("save: changes with the steps that follow", "machinery/run", 'value.to("cpu", copy=True)', "value.cpu()",
+       "test_steps_that_follow_do_not_change_what_is_saved")
+mutant("save: an error is noticed at the next save alone", "machinery/files", "if self.writing and self.writing.done():", "if False:",
+       "test_error_of_the_thread_is_raised_at[the next log line]")
+mutant("save: an error is forgotten", "machinery/files", "if self.writing:\n            self.writing.result()", "if self.writing:\n            self.writing.exception()",
+       "test_error_of_the_thread_is_raised_at[the next save]")
+mutant("stop: says that it has saved before it has", "machinery/run", "                self.files.wait()\n                directory", "                directory",
+       "test_stop_while_a_save_is_under_way_comes_after_its_own_save[15]")
+mutant("end: names a best.pt that is not there yet", "machinery/run", "            self.files.wait()\n            path", "            path",
+       "test_end_of_the_last_epoch_names_a_file_that_is_there")
+mutant("end: while a save is under way", "machinery/files", "        self.wait()\n        if self.writer", "        if self.writer",
+       "test_run_that_finishes_waits_for_its_last_save")
+mutant("divergence: while a save is under way", "machinery/run", "            if self.files:\n                self.files.wait()\n            problem", "            problem",
+       "test_run_that_diverged_waits_for_its_last_save")
 mutant("seconds: evaluation is training", "machinery/run", '        self._spend("eval_s")\n', '        self._spend("train_s")\n', SECONDS)
 mutant("seconds: training is evaluation", "machinery/run", '        self._spend("train_s")\n        state = self.state', "        state = self.state", SECONDS)
 mutant("seconds: of the whole run", "machinery/run", "        line |= self.spent\n        self._start_line()\n", "        line |= self.spent\n", SECONDS)

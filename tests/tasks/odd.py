@@ -10,6 +10,8 @@ from tiny import per_sample_loss
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
+from machinery.processes import wait_for_writer
+
 __all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 MODEL = ""  # what --model says
@@ -114,4 +116,5 @@ def stop_once(what):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
+    wait_for_writer()  # the save before an evaluation is whole
     os.kill(os.getpid(), int(number))
