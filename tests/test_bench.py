@@ -11,10 +11,11 @@ import time
 from argparse import Namespace
 
 import bench
+import peers
 import pytest
 import torch
 from harness import ROOT, make_args, optimizer_of
-from launches import marked, wait_for_end
+from launches import marked, read, wait_for_end
 
 import common
 import machinery.processes
@@ -198,7 +199,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     assert (
         ddp["scaling"] == pytest.approx(ddp["script"] / single["script"]) and single["scaling"] == 1
     )
-    assert all(value > 0 for value in (*ddp["check"].values(), *result["start_up"].values()))
+    assert all(value > 0 for value in ddp["check"].values())
     assert [of["tree"] >= of["ring"] > 0 for of in single["efficiency"]] == [True] * 10
     table = [line for line in finished.stdout.splitlines() if line.startswith("| digitnet | ")]
     assert len(table) == 4 and f"**{ddp['ratio']:.3f}**" in table[1]
@@ -213,6 +214,12 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
             "--workloads imagefolder needs --data-dir, a directory with train/ and val/ (or test/)",
         ),
         (["--nproc", "65"], "--nproc: must be a whole number, 1 to 64, got 65"),
+        (["--peer", "palin"], "--peer palin: use plain, accelerate, fabric, lightning or a script"),
+        (["--peer", "none.py"], "--peer none.py: no such file"),
+        (["--peer", "plain", "--modes", "ddp", "fsdp"], "--peer compares --modes single and ddp"),
+        (["--peer", "plain", "--svg", "all.svg"], "and draws no --svg"),
+        (["--startup"], "--startup and --files need --peer"),
+        (["--files", "1000"], "--startup and --files need --peer"),
         (
             ["--json", "no/such.json"],
             "--json no/such.json: must end in .json, in a directory that exists",
@@ -372,7 +379,7 @@ def test_images_of_the_bench_are_augmented_in_training_alone(tmp_path):
     (tmp_path / "images.py").write_text(bench.IMAGES)
     module = machinery.tasks.load_module(tmp_path / "images.py")
     train, held_out = module.build_datasets(make_args("single"))
-    assert len(train) == 10_000 and len(held_out) == 128 and train.flip and not held_out.flip
+    assert len(train) == 50_000 and len(held_out) == 128 and train.flip and not held_out.flip
 
 
 def test_accelerator_sends_what_nobody_counts(monkeypatch, tmp_path):
@@ -505,7 +512,7 @@ def test_bare_loop_makes_the_step_of_the_script(mode):
         assert torch.allclose(ours, old - 0.03 * parameter.grad, rtol=0, atol=1e-14)
 
 
-# ------------------------------------------------------------------------------- table and start-up
+# -------------------------------------------------------------------------------------------- table
 
 
 def made_up_row(workload, mode, devices, script, **changes):
@@ -531,11 +538,6 @@ def table_of(monkeypatch, capsys, rows, *argv, kind="cpu"):
     """Run bench.main with made-up rows; return the cells of its table, and all that it printed."""
     made = iter(rows)
     monkeypatch.setattr(bench, "measure", lambda *_: next(made))
-    monkeypatch.setattr(
-        bench,
-        "start_up",
-        lambda kind, repeats, folder: {"bare": 1.234, "script": 5.678 + repeats},
-    )
     monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
     monkeypatch.setattr(bench, "stay_on_this_machine", lambda: None)
     monkeypatch.setattr(bench, "resolve_device_type", lambda name: kind)
@@ -601,13 +603,12 @@ def test_table_shows_each_row_and_its_share_of_one_device(monkeypatch, capsys, t
         "0.13",
     ]
     assert cells[3] == ["digitnet", *["0.88 / 0.99"] * 10]
-    assert "bare 1.23 s, run.sh single 8.68 s" in text, "three starts"
     assert "ddp 2: predicted 12.3 ms, measured 14.5 ms (all-reduce here: 2.35 GB/s, 56 us" in text
     devices = " | ".join(str(2**i) for i in range(3, 13))
     assert "of single |" in text and f"| devices | {devices} |" in text
     result = json.loads((tmp_path / "all.json").read_text())
     assert [row["scaling"] for row in result["rows"]] == [1.0, 0.9, 1.5]
-    assert result["start_up"] == {"bare": 1.234, "script": 8.678} and result["device"] == "cpu"
+    assert result["device"] == "cpu"
 
 
 def test_accelerators_share_nothing(monkeypatch, capsys):
@@ -625,12 +626,10 @@ def test_accelerators_share_nothing(monkeypatch, capsys):
         "--modes",
         "single",
         "ddp",
-        "--repeats",
-        "2",
         kind="cuda",
     )
     assert [row[5] for row in cells] == ["1.00", "0.90"] and cells[1][8] == "–"
-    assert "of N × single |" in text and "run.sh single 7.68 s" in text
+    assert "of N × single |" in text
 
 
 def test_without_a_single_run_there_is_nothing_to_scale(monkeypatch, capsys):
@@ -644,44 +643,273 @@ def test_without_a_single_run_there_is_nothing_to_scale(monkeypatch, capsys):
     assert cells[0][5] == "–" and "Predicted efficiency" not in text
 
 
-def test_start_up_is_the_median_of_turns(monkeypatch, tmp_path):
-    """Each is timed from its start to the line of its first step."""
-    clock, seconds, commands = Namespace(seconds=0.0), iter([5.0, 7.0, 1.0, 9.0, 3.0, 2.0]), []
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock.seconds)
-    monkeypatch.setattr(bench, "THREADS", None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LAUNCH_PID", "1")
+# -------------------------------------------------------------------------------------------- peers
 
-    class Process:
-        def __init__(self, command, env, **settings):
-            commands.append(command)
-            assert not {"WORLD_SIZE", "LAUNCH_PID"} & env.keys() and env["OMP_NUM_THREADS"] == str(
-                bench.CORES
-            )
-            self.stdout = self.lines(next(seconds))
-
-        def lines(self, after):
-            yield "output directory: somewhere\n"
-            clock.seconds += after
-            yield "epoch 1/1  step 1/22  loss 2.3\n"
-            clock.seconds += 1000
-            yield "epoch 1/1  step 2/22  loss 2.2\n"
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            clock.seconds += 50
-
-    monkeypatch.setattr(bench.subprocess, "Popen", Process)
-    assert bench.start_up("cpu", 3, tmp_path) == {"bare": 3.0, "script": 7.0}
-    assert ["run.sh" in " ".join(command) for command in commands] == [False, True] * 3, "in turns"
-    assert len({command[-1] for command in commands[1::2]}) == 3, "each in a folder of its own"
-    assert "step 1/1" in commands[0][2]
+MADE = """
+import multiprocessing, pathlib, time
+worker = multiprocessing.Process(target=time.sleep, args=(60,))  # as one of a loader
+worker.start()
+pathlib.Path("worker").write_text(str(worker.pid))
+import torch
+weight = torch.nn.Parameter(torch.zeros(1))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+def step():
+    weight.grad = torch.ones(1)
+    optimizer.step()
+for pause in (0, 0.2, 0.1, 0.3):
+    time.sleep(pause)
+    step()
+while True:
+    step()
+"""  # a program that knows nothing of the hook: it would train for ever
 
 
-def test_program_that_ends_before_its_first_step_is_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "BARE_START", "print('no step')  # {device}")
+def test_steps_of_any_program_are_timed_from_its_command_and_it_is_ended(tmp_path, monkeypatch):
+    script = tmp_path / "made.py"
+    script.write_text(MADE)
+    monkeypatch.setenv("RANK", "1")  # of a launcher around all
+    before = time.monotonic()
+    ends = peers.time_steps([sys.executable, str(script)], "1", 4, tmp_path / "turn")
+    passed = time.monotonic() - before
+    assert len(ends) == 4
+    pauses = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    assert all(found >= asked for found, asked in zip(pauses, (0.2, 0.1, 0.3)))
+    assert ends[0] > 0.5 and ends[-1] < passed, "to import torch takes longer"
+    worker = int((tmp_path / "turn" / "worker").read_text())
+    wait_for_end([worker], 10)
+    assert not read(worker, "cmdline"), "it would sleep on"
+
+
+def test_program_that_ends_too_soon_is_told_by_its_last_line(tmp_path):
+    command = [sys.executable, "-c", "print('loading'); raise SystemExit('no data here')"]
     with pytest.raises(machinery.processes.Stopped) as stopped:
-        bench.start_up("cpu", 1, tmp_path)
-    assert stopped.value.code == 1 and stopped.value.reason.endswith("ended before its first step")
+        peers.time_steps(command, "1", 4, tmp_path / "turn")
+    assert stopped.value.code == 1
+    assert stopped.value.reason.endswith(" ended before step 4: no data here")
+
+
+def test_program_that_hangs_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "LIMIT", 0.5)
+    monkeypatch.setattr(peers, "GRACE", 0.2)
+    command = ["bash", "-c", "trap : TERM; sleep 60 & echo $$ $! > pids; wait; sleep 60"]
+    with pytest.raises(machinery.processes.Stopped, match="is not done with 4 steps"):
+        peers.time_steps(command, "1", 4, tmp_path / "turn")
+    left = [int(pid) for pid in (tmp_path / "turn" / "pids").read_text().split()]
+    wait_for_end(left, 10)
+    assert [read(pid, "cmdline") for pid in left] == ["", ""]
+
+
+@pytest.fixture
+def hook(tmp_path, monkeypatch):
+    """The hook of peers/sitecustomize.py in this process, which would end after the first step."""
+
+    def end(code):
+        raise AssertionError(f"ended with {code}")
+
+    module = machinery.tasks.load_module(peers.TOOLS / "peers" / "sitecustomize.py")
+    monkeypatch.setattr(module.os, "_exit", end)
+    for name, value in {"STEPS_WANTED": "1", "STEPS_FILE": f"{tmp_path}/times"}.items():
+        monkeypatch.setenv(name, value)
+    hook = module.Watch()
+    hook.process, hook.ends = os.getpid(), []
+    hook.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    return hook
+
+
+def test_ranks_that_have_never_met_are_an_error(hook, tmp_path, monkeypatch):
+    """A script that minds no launcher: each rank trains for itself, at full speed."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="process group"):
+        hook.after_step(hook.optimizer, (), {})
+    assert len(hook.ends) == 1 and not [*tmp_path.iterdir()]
+
+
+def test_step_that_a_fork_tries_is_none_of_the_program(hook, tmp_path):
+    hook.process = 0
+    hook.after_step(hook.optimizer, (), {})
+    assert not hook.ends
+    hook.process = os.getpid()
+    with pytest.raises(AssertionError, match="ended with 0"):
+        hook.after_step(hook.optimizer, (), {})
+    assert [float(line) for line in (tmp_path / "times").read_text().split()] == hook.ends
+
+
+def test_rows_of_programs_by_hand():
+    """Three turns of two steps that settle and three that count."""
+
+    def run(start, *steps):
+        return [*itertools.accumulate([start, 9.0, 9.0, *steps])]
+
+    turns = {
+        "plain": [run(2.0, 0.1, 0.2, 0.6), run(4.0, 0.4, 0.4, 0.4), run(1.0, 0.1, 0.1, 0.1)],
+        "script": [run(3.0, 0.3, 0.3, 0.3), run(8.0, 0.6, 0.6, 0.6), run(3.0, 0.2, 0.2, 0.2)],
+        "run.sh": [run(1.0, 0.1, 0.1, 0.1), run(2.0, 0.2, 0.2, 0.2), run(4.0, 0.4, 0.4, 0.4)],
+    }
+    plain, script, run_sh = peers.sum_up(turns)
+    assert plain["program"] == "plain" and plain["start"] == [2.0, 4.0, 1.0]
+    assert plain["step"] == pytest.approx([0.2, 0.4, 0.1]), "the median step of each turn"
+    assert plain["start_script"] == 2.0, "of 1.5, 2 and 3; that of the medians is 1.5"
+    assert plain["start_run.sh"] == 0.5 and plain["step_run.sh"] == pytest.approx(0.5)
+    assert plain["step_script"] == pytest.approx(1.5)
+    assert script["start_run.sh"] == pytest.approx(1 / 3) and run_sh[
+        "step_script"
+    ] == pytest.approx(3.0)
+    assert script["start_script"] == 1.0
+    (first,) = peers.sum_up({"script": [[2.0], [3.0]]})
+    assert first["start"] == [2.0, 3.0] and first["step"] == [] and first["step_script"] is None
+
+
+def compare(monkeypatch, tmp_path, commands, **settings):
+    """Return what peers.compare started, in this order, and its rows."""
+    started, clock = [], itertools.count(1)
+
+    def time_steps(command, threads, steps, folder):
+        started.append((command, threads, steps, folder))
+        start = next(clock)
+        return [float(start + i) for i in range(steps)]
+
+    monkeypatch.setattr(peers, "time_steps", time_steps)
+    monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: range(6))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    settings = {
+        "peer": ["plain"],
+        "nproc": 2,
+        "repeats": 2,
+        "steps": 5,
+        "startup": False,
+    } | settings
+    return started, peers.compare(Namespace(**settings), commands, tmp_path)
+
+
+def test_programs_take_turns_with_the_same_options(monkeypatch, tmp_path):
+    options = ["--dataset", "imagefolder"]
+    started, rows = compare(monkeypatch, tmp_path, {("files", "ddp"): options})
+    commands = [command for command, *_ in started]
+    assert len(started) == 3 * 3 and len({folder for *_, folder in started}) == 9
+    scripts = ["train_plain.py", "train_ddp.py", "run.sh"] * 3
+    assert all(script in " ".join(words) for script, words in zip(scripts, commands)), "in turns"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2"]
+    given = [*options, "--workers", "3"]
+    assert commands[0] == [*torchrun, peers.script_of("plain"), *given]
+    output = ["--output-dir", str(started[1][-1] / "run")]
+    assert commands[1] == [*torchrun, str(ROOT / "train_ddp.py"), *given, *output]
+    output = ["--output-dir", str(started[2][-1] / "run")]
+    assert commands[2] == ["bash", str(ROOT / "run.sh"), "ddp", "2", *given, *output]
+    assert {threads for _, threads, *_ in started} == {"3"}, "the cores are divided"
+    assert {steps for *_, steps, _ in started} == {1 + peers.SETTLE + 5}
+    assert [(row["workload"], row["mode"], row["devices"]) for row in rows] == [
+        ("files", "ddp", 2)
+    ] * 3
+    assert [row["start"] for row in rows] == [[4, 7], [5, 8], [6, 9]], "the first turn warms up"
+
+
+def test_start_up_is_one_step_and_data_in_memory_need_no_workers(monkeypatch, tmp_path):
+    commands = {("digitnet", "single"): ["--dataset", "digits"]}
+    started, rows = compare(monkeypatch, tmp_path, commands, startup=True, repeats=1)
+    assert {steps for *_, steps, _ in started} == {1} and rows[0]["step"] == []
+    assert started[0][0] == [
+        sys.executable, peers.script_of("plain"), "--dataset", "digits", "--workers", "0",
+    ]  # fmt: skip
+    assert {threads for _, threads, *_ in started} == {"6"} and rows[0]["devices"] == 1
+
+
+def test_table_of_peers():
+    row = {"workload": "digitnet", "mode": "ddp", "devices": 2, "program": "plain"}
+    row |= {"start": [1.0, 9.0, 2.345], "step": [0.001, 0.0123, 0.5]}
+    row |= {"start_script": 1.234, "start_run.sh": 0.5, "step_script": 0.99, "step_run.sh": 2.0}
+    empty = {**row, "program": "script", "step": [], "step_script": None, "step_run.sh": None}
+    first, second = peers.report([row, empty]).splitlines()[2:]
+    assert first == "| digitnet | ddp 2 | plain | 2.35 | 1.23 | 0.50 | 12.3 | 0.99 | 2.00 |"
+    assert second == "| digitnet | ddp 2 | script | 2.35 | – | 0.50 | – | – | – |"
+
+
+def test_directory_of_many_files_is_made_of_links_to_a_few(tmp_path):
+    peers.make_folder(tmp_path, 1000)
+    args = make_args("single", "--dataset", "imagefolder", "--data-dir", str(tmp_path))
+    train, held_out = task.build_datasets(args)
+    assert (len(train), len(held_out)) == (1000, 360)
+    assert len({os.stat(path).st_ino for path in train.paths}) == 360
+    assert train.targets.unique().tolist() == [*range(10)]
+    assert train.targets[:5].tolist() == held_out.targets[:5].tolist()
+    assert task.read_images([train.paths[0]])[0].shape == (3, 32, 32)
+
+
+def test_peer_that_is_not_installed_is_named_with_its_command(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(common.UsageError) as error:
+        bench.main(["--peer", "plain", "fabric"])
+    assert str(error.value) == "--peer fabric: lightning is not installed; pip install lightning"
+
+
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_scripts_of_peers_are_short(peer):
+    lines = (peers.TOOLS / "peers" / f"train_{peer}.py").read_text().splitlines()
+    assert 20 < len(lines) <= 40
+
+
+WATCHED = """
+import os
+import task
+from task import *
+def build_model(args):
+    net = task.build_model(args)
+    file = open(f"rank{os.environ.get('RANK', 0)}", "w")
+    def watch(module, inputs):
+        weight = module.conv1.weight.double().sum().item()
+        print(len(inputs[0]), inputs[0].double().sum().item(), weight, file=file, flush=True)
+    net.register_forward_pre_hook(watch)
+    return net
+"""  # writes the size of each batch, the sum of its pixels, and that of some weights
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_ranks_of_a_peer_share_each_batch_and_have_equal_weights(peer, mode, tmp_path):
+    """Accelerate without cpu=True trains each rank on all of the batch, and nothing says so."""
+    (tmp_path / "watched.py").write_text(WATCHED)
+    options = ["--device", "cpu", "--task", str(tmp_path / "watched.py")]
+    try:
+        command = peers.programs(Namespace(peer=[peer], nproc=2), mode, options)[peer]
+    except common.UsageError as error:
+        pytest.skip(str(error))
+    assert len(peers.time_steps(command, "1", 3, tmp_path / "turn")) == 3
+    files = sorted((tmp_path / "turn").glob("rank*"))
+    ranks = [[line.split() for line in path.read_text().splitlines()] for path in files]
+    assert len(ranks) == (1 if mode == "single" else 2)
+    sizes = {size for rank in ranks for size, _, _ in rank}
+    assert sizes == {str(64 // len(ranks))}, "of the global batch"
+    pixels = {pixels for rank in ranks for _, pixels, _ in rank}
+    assert len(pixels) == 3 * len(ranks), "each batch of each rank is another one"
+    weights = [[weight for _, _, weight in rank] for rank in ranks]
+    assert weights[0] == weights[-1] and len({*weights[0]}) == 3, "by an all-reduce"
+
+
+@pytest.mark.long
+def test_a_run_with_a_peer_reports_both_and_leaves_nothing_behind(tmp_path):
+    scratch, script = tmp_path / "tmp", tmp_path / "made.py"
+    scratch.mkdir()
+    script.write_text(MADE)
+    argv = ["--peer", script, "--startup", "--files", 128, "--workloads", "digitnet"]
+    argv += [
+        "--modes",
+        "single",
+        "--repeats",
+        1,
+        "--device",
+        "cpu",
+        "--json",
+        tmp_path / "all.json",
+    ]
+    finished = run_bench(*argv, cwd=tmp_path, TMPDIR=str(scratch), LAUNCH_MARK=f"{tmp_path}")
+    assert finished.returncode == 0, finished.stderr
+    wait_for_end(marked(f"{tmp_path}\0"), 10)
+    assert not marked(f"{tmp_path}\0")
+    rows = json.loads((tmp_path / "all.json").read_text())["rows"]
+    found = [(row["workload"], row["program"]) for row in rows]
+    names = ["made.py", "script", "run.sh"]
+    assert found == [(w, name) for w in ("digitnet", "128-files") for name in names]
+    assert all(len(row["start"]) == 1 and row["start"][0] > 0.5 for row in rows)
+    assert rows[0]["start_script"] == pytest.approx(rows[1]["start"][0] / rows[0]["start"][0])
+    assert len([line for line in finished.stdout.splitlines() if "| made.py |" in line]) == 2

@@ -192,10 +192,11 @@ PROGRAMS = sorted(
         *ROOT.glob("*.py"),
         *ROOT.glob("machinery/*.py"),
         TOOLS / "bench.py",
+        TOOLS / "peers.py",
         TOOLS / "plot.py",
     ]
 )
-STARTS = {"tools/bench.py", "machinery/launch.py"}  # run.sh and the ranks, by lists of words
+STARTS = {"tools/peers.py", "machinery/launch.py"}  # programs and the ranks, by lists of words
 
 
 @pytest.mark.parametrize("path", PROGRAMS)

@@ -1,6 +1,7 @@
 """Measure how near each script's own loop comes to a bare loop on this machine.
 
 bash run.sh bench [--json FILE.json] [--svg FILE.svg]
+bash run.sh bench --peer NAME... compares whole programs instead, see peers.py.
 
 Workers run the scripts' own `main`: loader, checks, log and all. Every few steps they pause it
 and run a bare loop instead: the same network, optimizer and wrapper, on one batch that lies on
@@ -16,7 +17,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +29,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # it was tools
+    sys.path[:1] = [str(ROOT), str(ROOT / "tools")]
 
+import peers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -61,25 +62,11 @@ WORKLOADS = {
 }
 IMAGES = """from task import *
 def build_datasets(args):
-    images = torch.randint(0, 256, (10_000, 3, 32, 32), dtype=torch.uint8)
-    labels = torch.arange(10_000) % 10
+    images = torch.randint(0, 256, (1_000, 3, 32, 32), dtype=torch.uint8).repeat(50, 1, 1, 1)
+    labels = torch.arange(50_000) % 10
     train_set = ImagesInMemory(images, labels, shift=4, flip=True)
     return train_set, ImagesInMemory(images[:128], labels[:128])
 """  # a task: noise, held in memory and augmented as CIFAR-10 is
-BARE_START = """import torch
-from torch import nn
-torch.set_default_device("{device}")
-net = nn.Sequential(
-    nn.Conv2d(1, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(),
-    nn.MaxPool2d(2), nn.Conv2d(48, 96, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool2d(2),
-    nn.Flatten(), nn.Linear(384, 10))
-optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, weight_decay=1e-3)
-logits = net(torch.randn(64, 1, 8, 8))
-loss = nn.functional.cross_entropy(logits, torch.randint(10, (64,)))
-loss.backward()
-optimizer.step()
-print("step 1/1", loss.item(), flush=True)
-"""  # what `run.sh single` does up to its first line, as one would write it by hand
 
 # --------------------------------------------------------------------------------- in each process
 
@@ -292,31 +279,6 @@ def measure(
     return row
 
 
-def start_up(kind: str, repeats: int, folder: Path) -> dict[str, float]:
-    """Return the median seconds from a command to the end of its first step.
-
-    `run.sh single` and a bare program take turns.
-    """
-    environment = {name: value for name, value in os.environ.items() if name not in OF_WORKERS}
-    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # for run.sh
-    environment["OMP_NUM_THREADS"] = THREADS or str(CORES)
-    bare = [sys.executable, "-c", BARE_START.format(device=kind)]
-    script = ["bash", str(ROOT / "run.sh"), "single", "--device", kind]
-    script += ["--epochs", "1", "--log-every", "1"]
-    seconds: dict[str, list[float]] = {"bare": [], "script": []}
-    for i in range(repeats):
-        commands = {"bare": bare, "script": [*script, "--output-dir", str(folder / f"start{i}")]}
-        for name, command in commands.items():
-            start = time.perf_counter()
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
-                if not any("step 1/" in line for line in process.stdout):
-                    raise Stopped(1, f"{' '.join(command)} ended before its first step")
-                # It ends when it finds that nobody reads on.
-                seconds[name].append(time.perf_counter() - start)
-    return {name: median(times) for name, times in seconds.items()}
-
-
 # ------------------------------------------------------------------------------------------ results
 
 
@@ -327,8 +289,7 @@ def report(result: dict[str, Any]) -> str:
     head = f"workload | mode | bare, images/s | script, images/s | script / bare | script, of {of}"
     head += " | peak, MiB a process | MB sent a step and rank, formula | measured"
     lines = [f"| {head} | host syncs a step |", "|---" * 10 + "|"]
-    start = "bare {bare:.2f} s, run.sh single {script:.2f} s".format(**result["start_up"])
-    below = ["", f"Start-up of digitnet, to its first step: {start}."]
+    below = []
     assumed = "if each device has this one's batch and speed, and nothing overlaps"
     table = ["", f"Predicted efficiency, ring / tree, {assumed}:", ""]
     table += [f"| devices | {' | '.join(map(str, DEVICES))} |"]
@@ -350,6 +311,7 @@ def report(result: dict[str, Any]) -> str:
         if efficiency := row.get("efficiency"):
             cells = [f"{of['ring']:.2f} / {of['tree']:.2f}" for of in efficiency]
             table.append(f"| {row['workload']} | {' | '.join(cells)} |")
+    below = ["", *below] if below else []
     return "\n".join(lines + below + table * (len(table) > head_only))
 
 
@@ -373,7 +335,8 @@ def parse(argv: list[str] | None) -> Namespace:
     add, positive, device = parser.add_argument, number(int, 1), number(int, 1, 64)
     default = "default: all; imagefolder only with --data-dir"
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"networks and data ({default})")
-    add("--modes", nargs="+", choices=MODES, default=MODES, help="scripts to measure")
+    default = "default: all; with --peer: single and ddp"
+    add("--modes", nargs="+", choices=MODES, help=f"scripts to measure ({default})")
     default = "default: all accelerators, or 2 on CPU"
     add("--nproc", type=device, metavar="N", help=f"devices of dp, ddp and fsdp ({default})")
     default = "auto takes the accelerator if there is one"
@@ -387,13 +350,27 @@ def parse(argv: list[str] | None) -> Namespace:
     of = "of the prediction, in"
     add("--bandwidth", type=bandwidth, default=25, metavar="X", help=f"{of} GB/s a device")
     add("--latency", type=latency, default=5, metavar="X", help=f"{of} us a message")
+    peer = f"compare with {', '.join(peers.PEERS)}, or any script: as whole programs"
+    add("--peer", nargs="+", default=[], metavar="NAME|FILE.py", help=peer)
+    add("--startup", action="store_true", help="with --peer: to the end of the first step alone")
+    files = "with --peer: also a directory of so many image files"
+    add("--files", nargs="+", type=number(int, 128, 10**7), default=[], metavar="N", help=files)
     add("--json", type=Path, metavar="FILE.json", help="write all figures")
     add("--svg", type=Path, metavar="FILE.svg", help="write a picture of the ratios")
     args = parser.parse_args(argv)
+    args.data_dir = args.data_dir and os.path.abspath(args.data_dir)
     for option, path in (("json", args.json), ("svg", args.svg)):  # now, not when all is measured
         if path and (path.suffix != f".{option}" or not path.absolute().parent.is_dir()):
             wanted = f"must end in .{option}, in a directory that exists"
             raise UsageError(f"--{option} {path}: {wanted}")
+    if (args.startup or args.files) and not args.peer:
+        raise UsageError("--startup and --files need --peer, what to compare with")
+    for peer in args.peer:
+        peers.script_of(peer)  # raises if it is not here
+    choices = ["single", "ddp"] if args.peer else MODES
+    args.modes = [mode for mode in MODES if mode in (args.modes or choices)]
+    if args.peer and (args.svg or not {*args.modes} <= {*choices}):
+        raise UsageError("--peer compares --modes single and ddp, and draws no --svg")
     every = [name for name in WORKLOADS if args.data_dir or name != "imagefolder"]
     args.workloads = args.workloads or every
     if "imagefolder" in args.workloads and not args.data_dir:
@@ -406,12 +383,29 @@ def parse(argv: list[str] | None) -> Namespace:
 
 def command_of(args: Namespace, workload: str, mode: str, folder: str) -> list[str]:
     """Return the options of a run; raise UsageError if one of them is wrong."""
-    words = WORKLOADS[workload] + " --epochs 1000000 --device {device}"  # it ends when measured
-    words += " --replicas {nproc}" * (mode == "dp")
+    files = f"{WORKLOADS['imagefolder']} --data-dir {{folder}}/{workload}"  # of --files
+    words = WORKLOADS.get(workload, files) + " --epochs 1000000"  # it ends when measured
+    words += " --device {device}" + " --replicas {nproc}" * (mode == "dp")
     words += " --data-dir {data_dir}" * (workload == "imagefolder")
     argv = [word.format(folder=folder, **vars(args)) for word in words.split()]
     parse_args(mode, argv, args.nproc if mode in RANKS else 1)
     return argv
+
+
+def measure_all(
+    args: Namespace, commands: dict[tuple[str, str], list[str]], folder: Path
+) -> list[dict[str, Any]]:
+    """Return a row for each workload and mode; `commands` has the options of the runs."""
+    single: dict[str, float | None] = {}
+    rows = []
+    for (workload, mode), command in commands.items():
+        print(f"{workload}, {mode} ...", file=sys.stderr, flush=True)
+        row = measure(args, workload, mode, command, folder / f"{workload}-{mode}")
+        one = single.setdefault(workload, row["script"] if mode == "single" else None)
+        share = 1 if args.kind == "cpu" else row["devices"]
+        row["scaling"] = one and row["script"] / one / share
+        rows.append(row)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -424,22 +418,20 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)
     stay_on_this_machine()
     result = {"device": args.kind, "cores": CORES, "torch": torch.__version__}
-    result |= {"load": os.getloadavg()[0], "rows": []}
+    result["load"] = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        Path(name, "images.py").write_text(IMAGES)
-        modes = [mode for mode in MODES if mode in args.modes]
-        runs = [(workload, mode) for workload in args.workloads for mode in modes]
+        folder = Path(name)
+        (folder / "images.py").write_text(IMAGES)
+        folders = {f"{count}-files": count for count in args.files}
+        for workload in folders:
+            (folder / workload).mkdir()
+        runs = [(w, mode) for w in [*args.workloads, *folders] for mode in args.modes]
         commands = {run: command_of(args, *run, name) for run in runs}  # before any is started
-        single: dict[str, float | None] = {}
-        for (workload, mode), command in commands.items():
-            print(f"{workload}, {mode} ...", file=sys.stderr, flush=True)
-            row = measure(args, workload, mode, command, Path(name, f"{workload}-{mode}"))
-            one = single.setdefault(workload, row["script"] if mode == "single" else None)
-            share = 1 if args.kind == "cpu" else row["devices"]
-            row["scaling"] = one and row["script"] / one / share
-            result["rows"].append(row)
-        result["start_up"] = start_up(args.kind, min(3, args.repeats), Path(name))
-    print(report(result))
+        for workload, count in folders.items():
+            peers.make_folder(folder / workload, count)
+        measure_each = peers.compare if args.peer else measure_all
+        result["rows"] = measure_each(args, commands, folder)
+    print(peers.report(result["rows"]) if args.peer else report(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.svg:

@@ -42,20 +42,50 @@ mutant("bench: bare loop trains the script's network", "tools/bench", "copy.deep
        "test_bare_loop_makes_the_step_of_the_script[single]")
 mutant("bench: one device is N", "tools/bench", 'share = 1 if args.kind == "cpu" else row["devices"]', "share = 1",
        "test_accelerators_share_nothing")
-TABLE, START = "test_table_shows_each_row_and_its_share_of_one_device", "test_start_up_is_the_median_of_turns"
+TABLE = "test_table_shows_each_row_and_its_share_of_one_device"
 mutant("bench: cores are devices", "tools/bench", 'share = 1 if args.kind == "cpu" else row["devices"]', 'share = row["devices"]', TABLE)
 mutant("bench: scaled by the bare loop", "tools/bench", 'row["script"] / one', 'row["bare"] / one', TABLE)
-mutant("bench: start-up once", "tools/bench", "min(3, args.repeats)", "min(1, args.repeats)", TABLE)
-mutant("bench: the fastest start-up", "tools/bench", "return {name: median(times) for name, times in seconds", "return {name: min(times) for name, times in seconds",
-       START)
-mutant("bench: start-up until the first line", "tools/bench", 'if not any("step 1/" in line', 'if not any("" in line', START)
-mutant("bench: start-up in the ranks' world", "tools/bench", "os.environ.items() if name not in OF_WORKERS}", "os.environ.items()}", START)
 mutant("bench: MiB for MB", "tools/bench", 'row["bytes_formula"] / 1e6,', 'row["bytes_formula"] / 2**20,', TABLE)
 mutant("bench: columns swapped", "tools/bench", 'f"{row[\'bare\']:.0f}", f"{row[\'script\']:.0f}"]', 'f"{row[\'script\']:.0f}", f"{row[\'bare\']:.0f}"]', TABLE)
 mutant("bench: exit code of a failed worker", "tools/bench", "code, words = codes[index],", "code, words = 1,",
        "test_failing_worker_is_told_by_the_last_line_of_its_log")
 mutant("bench: a worker that lost another is blamed", "tools/bench", "if codes[index] == LOST:", "if False:",
        "test_failing_worker_is_told_by_the_last_line_of_its_log")
+
+# --------------------------------------------------------------------------------------------------------------------------- tools/peers.py
+
+ROWS, TURNS = "test_rows_of_programs_by_hand", "test_programs_take_turns_with_the_same_options"
+TIMED = "test_steps_of_any_program_are_timed_from_its_command_and_it_is_ended"
+HANGS = "test_program_that_hangs_is_ended_with_what_it_has_started"
+mutant("peers: steps that settle count", "tools/peers", "itertools.pairwise(run[SETTLE:])", "itertools.pairwise(run)", ROWS)
+mutant("peers: the fastest step", "tools/peers", "[median(seconds) for", "[min(seconds) for", ROWS)
+mutant("peers: start-up of the last step", "tools/peers", "[run[0] for run in runs]", "[run[-1] for run in runs]", ROWS)
+mutant("peers: ratios upside down", "tools/peers", "ratios = [a / b for", "ratios = [b / a for", ROWS)
+mutant("peers: ratio of the medians", "tools/peers", "median(ratios) if", "median(ours[kind]) / median(row[kind]) if", ROWS)
+mutant("peers: the turn that warms up counts", "tools/peers", "[found] * (turn > 0)", "[found] * (turn >= 0)", TURNS)
+mutant("peers: each process has all cores", "tools/peers", "os.environ.get('OMP_NUM_THREADS', str(share))".replace("'", '"'), "str(len(os.sched_getaffinity(0)))", TURNS)
+mutant("peers: this project has other workers", "tools/peers", 'str(ROOT / f"train_{mode}.py"), *argv]', 'str(ROOT / f"train_{mode}.py"), *argv[:-2]]', TURNS)
+mutant("peers: one directory for all", "tools/peers", "str(next(number))", 'str(number and "0")', TURNS)
+mutant("peers: workers for data in memory", "tools/peers", 'if "imagefolder" in argv else 0', "", "test_start_up_is_one_step_and_data_in_memory_need_no_workers")
+mutant("peers: start-up takes all steps", "tools/peers", "1 if args.startup else 1 + SETTLE", "1 + SETTLE",
+       "test_start_up_is_one_step_and_data_in_memory_need_no_workers")
+mutant("peers: seconds for ms", "tools/peers", '(1000 if kind == "step" else 1)', "1", "test_table_of_peers")
+mutant("peers: a program is compared with itself", "tools/peers", ' or row["program"] == name', "", "test_table_of_peers")
+mutant("peers: ranks of a launcher around all", "tools/peers", "for name, value in os.environ.items() if name not in OF_RANKS", "for name, value in os.environ.items()",
+       TIMED)
+mutant("peers: seconds since the machine started", "tools/peers", "float(line) - start", "float(line)", TIMED)
+mutant("peers: what a program has started lives on", "tools/peers", "os.killpg(process.pid, number)", "process.send_signal(number)", HANGS)
+mutant("peers: who ignores SIGTERM lives on", "tools/peers", "(signal.SIGTERM, signal.SIGKILL)", "(signal.SIGTERM,)", HANGS)
+mutant("peers: the first line of a failure", "tools/peers", '.split("\\n")[-1]', '.split("\\n")[0]', "test_program_that_ends_too_soon_is_told_by_its_last_line")
+mutant("peers: all are installed", "tools/peers", "if package and not importlib", "if False and not importlib", "test_peer_that_is_not_installed_is_named_with_its_command")
+mutant("peers: files are copies", "tools/peers", "os.link(path, ", '__import__("shutil").copy(path, ', "test_directory_of_many_files_is_made_of_links_to_a_few")
+mutant("peers: workers live on", "tools/peers/sitecustomize", "worker.kill()", "pass", TIMED)
+mutant("peers: ranks need not meet", "tools/peers/sitecustomize", "dist.barrier()", "pass", "test_ranks_that_have_never_met_are_an_error")
+mutant("peers: the step of a check counts", "tools/peers/sitecustomize", "if os.getpid() != self.process:", "if False:",
+       "test_step_that_a_fork_tries_is_none_of_the_program")
+SHARE = "test_ranks_of_a_peer_share_each_batch_and_have_equal_weights[plain-ddp]"
+mutant("peers: gradients are not averaged", "tools/peers/train_plain", "model = DistributedDataParallel(model)", "pass", SHARE)
+mutant("peers: each rank takes a whole batch", "tools/peers/train_plain", "args.batch_size // ranks", "args.batch_size", SHARE)
 
 # ---------------------------------------------------------------------------------------------------------------------------- tools/plot.py
 

@@ -1,0 +1,44 @@
+"""What the peers share: the options of a run, and the data and the network of this project.
+
+So all of them train the same network on the same samples; all else in a script is its library's.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
+
+
+def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
+    """Return the options, the training set and the network on the CPU.
+
+    The options have the names of the project's own. A batch of the set comes ready from
+    `__getitems__`, so a DataLoader needs a `collate_fn` that changes nothing: `as_it_is`.
+    """
+    parser = argparse.ArgumentParser()
+    for name in ("--dataset", "--data-dir", "--model", "--task", "--device"):
+        parser.add_argument(name)
+    for name in ("--batch-size", "--image-size", "--workers", "--epochs"):
+        parser.add_argument(name, type=int)
+    parser.set_defaults(dataset="digits", model="digitnet", task="task.py", device="auto")
+    parser.set_defaults(batch_size=64, workers=0, epochs=30)
+    parser.set_defaults(dtype="float32", weights=None, download=False)
+    args = parser.parse_args()
+    if args.device == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        args.device = accelerator.type if accelerator else "cpu"
+    path = Path(args.task)
+    sys.path.append(str(path.parent))
+    task = importlib.import_module(path.stem)
+    torch.manual_seed(0)
+    return args, task.build_datasets(args)[0], task.build_model(args)
+
+
+def as_it_is(batch: object) -> object:
+    return batch
