@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 MAX_SKIPPED_IN_A_ROW = 10
-FORMAT = 1  # of a checkpoint; raised when its keys change
+FORMAT = 2  # of a checkpoint; raised when an earlier one would go on in another way
 KEYS = {
     "model",
     "optimizer",

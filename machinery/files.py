@@ -220,8 +220,7 @@ class RunFiles:
             return problem
         if "best.pt" in names:
             self.best_epoch = checkpoint["epoch"]
-        # On Linux nice counts for one thread: this one leaves the cores to the steps.
-        pool = ThreadPoolExecutor(1, WRITER, os.nice, (19,))
+        pool = ThreadPoolExecutor(1, WRITER)
         self.writing = pool.submit(self._write, checkpoint, names)
         pool.shutdown(wait=False)  # its thread ends with the write
         return ""

@@ -88,14 +88,14 @@ FOLDERS = {
 }
 FOLDERS |= {"more": ("ab", "abc"), "fewer": ("ab", "a")}
 WHOLE = {
-    "format": 1,
+    "format": common.FORMAT,
     **{name: {} for name in ("model", "optimizer", "scheduler", "scaler", "average", "log")},
     **{"epoch": 0, "step": 0, "global_step": 0, "best": None, "config": {}},
     "samples": 1437,
     "classes": None,
 }
 CHECKPOINTS = {
-    "format.pt": {"format": 1},
+    "format.pt": {"format": common.FORMAT},
     "other.pt": {"format": 0, "config": {}},
     "listed.pt": WHOLE | {"config": [1, 2]},
     "beyond.pt": WHOLE | {"best": "high", "epoch": "x"},
@@ -423,13 +423,13 @@ CASES = [
         "single",
         1,
         "--resume TMP/other.pt",
-        "--resume TMP/other.pt: not a checkpoint of this program (format 1)",
+        "--resume TMP/other.pt: not a checkpoint of this program (format 2)",
     ),
     (
         "single",
         1,
         "--resume TMP/tensor.pt",
-        "--resume TMP/tensor.pt: not a checkpoint of this program (format 1)",
+        "--resume TMP/tensor.pt: not a checkpoint of this program (format 2)",
     ),
     (
         "single",

@@ -159,7 +159,9 @@ def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, tmp_path):
 
 
 def save_beyond_the_limit(folder):
-    common.save_checkpoint({"format": 1, "x": torch.zeros(10)}, Path(folder) / "last.pt")
+    common.save_checkpoint(
+        {"format": common.FORMAT, "x": torch.zeros(10)}, Path(folder) / "last.pt"
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     many = {str(i): torch.rand(300) for i in range(20)}
@@ -206,7 +208,7 @@ def test_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
         )
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda *a: (calls.append(("save",)), save(*a))[1])
-    common.save_checkpoint({"format": 1}, tmp_path / "last.pt")
+    common.save_checkpoint({"format": common.FORMAT}, tmp_path / "last.pt")
     assert [call[0] for call in calls] == ["save", "fsync", "replace", "fsync"]
     assert calls[2][1].parent == calls[2][2].parent, "renamed within one folder"
 

@@ -95,18 +95,6 @@ def test_steps_go_on_while_the_disk_is_busy_and_the_next_save_waits(disk, tmp_pa
     assert step_in(last) == 4
 
 
-def test_thread_leaves_the_cores_to_the_steps(disk, tmp_path):
-    def niceness(thread):
-        return os.getpriority(os.PRIO_PROCESS, thread.native_id)
-
-    before = niceness(threading.main_thread())
-    run = make_run(tmp_path)
-    run.save("last.pt")
-    assert disk.reached.wait(PATIENCE)
-    (thread,) = [t for t in threading.enumerate() if t.name.startswith(machinery.processes.WRITER)]
-    assert niceness(thread) == 19 > before == niceness(threading.main_thread())
-
-
 def flat(value, name=""):
     """Return the tensors in nested dicts and lists, by the way to them."""
     if isinstance(value, torch.Tensor):

@@ -89,9 +89,13 @@ def refused(argv, capfd):
 
 PLACES = {
     "alone": lambda harm: harm,
-    "among the weights": lambda harm: {"format": 1, "config": {}, "model": {"conv1.weight": harm}},
-    "as an option": lambda harm: {"format": 1, "config": {"lr": harm}, "model": {}},
-    "as a key": lambda harm: {"format": 1, "config": {}, "model": {}, harm: 0},
+    "among the weights": lambda harm: {
+        "format": common.FORMAT,
+        "config": {},
+        "model": {"conv1.weight": harm},
+    },
+    "as an option": lambda harm: {"format": common.FORMAT, "config": {"lr": harm}, "model": {}},
+    "as a key": lambda harm: {"format": common.FORMAT, "config": {}, "model": {}, harm: 0},
 }
 
 
@@ -346,7 +350,9 @@ def test_run_sh_imports_nothing_from_the_current_folder(harmful):
 
 def test_hostile_pickle_is_refused_and_does_not_run(tmp_path):
     for save in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))):
-        save({"format": 1, "model": Hostile(tmp_path / "owned")}, tmp_path / "hostile.pt")
+        save(
+            {"format": common.FORMAT, "model": Hostile(tmp_path / "owned")}, tmp_path / "hostile.pt"
+        )
         result = train("single", 1, *SMALL, "--resume", tmp_path / "hostile.pt", folder=tmp_path)
         assert (
             result.code == 2

@@ -414,7 +414,6 @@ mutant("seconds: to wait for the save before is training", "machinery/run", f'  
 BESIDE = "test_steps_go_on_while_the_disk_is_busy_and_the_next_save_waits"
 mutant("save: the steps wait for it", "machinery/files", "pool.shutdown(wait=False)", "pool.shutdown()", BESIDE)
 mutant("save: the steps wait for the log", "machinery/files", "        pool = ThreadPoolExecutor", "        os.fsync(self.log.fileno())\n        pool = ThreadPoolExecutor", BESIDE)
-mutant("save: takes as much of the cores as the steps", "machinery/files", "WRITER, os.nice, (19,))", "WRITER)", "test_thread_leaves_the_cores_to_the_steps")
 mutant("save: does not wait for the one before", "machinery/run", WAIT_SAVE + "        sums", "        sums", BESIDE)
 mutant("save: changes with the steps that follow", "machinery/run", 'value.to("cpu", copy=True)', "value.cpu()",
        "test_steps_that_follow_do_not_change_what_is_saved")
