@@ -31,6 +31,8 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 # cred_expire is also how long a job that was requeued waits, by default 120 s; 5 is the least
+# a rank takes the port of its job's number: that of another SLURM on this machine must differ
+FirstJobId={ports[0]}
 SlurmUser=root
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
