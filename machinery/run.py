@@ -130,8 +130,7 @@ def joined(shards: Tensor) -> Tensor:
     padded[: len(own)] = own
     whole = own.new_empty(rows * ranks, *shards.shape[1:])
     dist.all_gather([*whole.tensor_split(ranks)], padded, group=group)  # writes into `whole`
-    # A file would hold the padding too.
-    return whole if len(whole) == len(shards) else whole[: len(shards)].clone()
+    return whole[: len(shards)]
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

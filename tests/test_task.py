@@ -173,6 +173,12 @@ def test_network_sees_each_channel_normalised_in_its_precision(name, model, dtyp
     assert not {"mean", "std"} & dict(net.named_buffers()).keys(), "not in a checkpoint"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_model_is_built_in_the_precision_of_its_run(dtype):
+    model = task.build_model(make_args("single", "--dtype", dtype))
+    assert model(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).dtype == getattr(torch, dtype)
+
+
 def test_logits_of_resnet9_are_an_eighth_of_its_head():
     """Or the large learning rate that it is made for would be too large at the start."""
     net, seen = task.ResNet9(3, 10).eval(), []

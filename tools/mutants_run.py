@@ -349,7 +349,6 @@ SHARDED = "test_shards_equal_one_device"
 mutant("shards: not put together in a file", "machinery/run", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
        "test_file_of_shards_holds_whole_plain_tensors")
 SHARDS = "test_pitfall_44_a_shard_saved_as_the_whole"
-mutant("shards: their padding in the file", "machinery/run", "else whole[: len(shards)].clone()", "else whole[: len(shards)]", SHARDS)
 ANY_CUT = "test_tensors_that_are_cut_in_any_way_are_joined"
 mutant("shards: each cut is one of rows", "machinery/run", "if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):", "if False:", f"{ANY_CUT}[3]")
 mutant("shards: rows of rows are the whole", "machinery/run", "last.is_shard(0) and all(place.is_replicate() for place in copies)", "last.is_shard(0)", f"{ANY_CUT}[6]")

@@ -132,7 +132,7 @@ mutant("pictures: the smallest tensor decides", "tools/pictures", "largest = max
 mutant("pictures: the batch is not accumulated", "tools/pictures", "BATCH, 0, PIECES, False, rank", "BATCH, 0, 1, False, rank",
        "test_slices_in_the_picture_are_those_of_the_samplers")
 mutant("task: a checkpoint of float64 does not fit its images", "task", "    return model.to(dtype)", "    return model",
-       "test_lines_of_the_readme_read_digits_as_the_run_did[float64]")
+       "test_model_is_built_in_the_precision_of_its_run[float64]")
 mutant("pictures: shards of the whole", "tools/pictures", '(kind, 1 / n, False)', '(kind, 1.0, False)',
        "test_memory_in_the_picture_is_what_was_measured")
 mutant("pictures: copies of dp stay", "tools/pictures", '[("parameters", 1.0, True), ("gradients", 1.0, True), own]',
