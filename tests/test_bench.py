@@ -887,6 +887,7 @@ def test_ranks_of_a_peer_share_each_batch_and_have_equal_weights(peer, mode, tmp
 
 
 @pytest.mark.long
+@pytest.mark.release
 def test_a_run_with_a_peer_reports_both_and_leaves_nothing_behind(tmp_path):
     scratch, script = tmp_path / "tmp", tmp_path / "made.py"
     scratch.mkdir()

@@ -94,6 +94,7 @@ def test_address_is_that_of_the_first_node(slurm):
     assert sorted(lines) == [f"0 0 3 2 {names[0]}", f"1 1 3 2 {names[0]}", f"2 0 3 1 {names[0]}"]
 
 
+@pytest.mark.release
 def test_wrong_argument_ends_all_tasks(slurm, tmp_path):
     """Without --kill-on-bad-exit srun waits for the others, and they would wait for the first task until --timeout."""
     code, _, err = slurm.run(
@@ -123,7 +124,9 @@ def wait_for_lines(path: Path, n: int):
     )
 
 
-@pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("USR1", 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [("TERM", 143), pytest.param("USR1", 0, marks=pytest.mark.release)]
+)
 def test_signal_of_scancel_saves(number, code, slurm, tmp_path):
     command = [
         "srun",
@@ -164,7 +167,13 @@ DISTURBANCES = {  # what happens to a job, and which signal reaches its ranks
 }
 
 
-@pytest.mark.parametrize("disturbance", DISTURBANCES)
+@pytest.mark.parametrize(
+    "disturbance",
+    [
+        "warning",
+        *(pytest.param(name, marks=pytest.mark.release) for name in ("requeue", "pre-emption")),
+    ],
+)
 def test_batch_job_goes_on_by_itself(disturbance, slurm, tmp_path):
     what, number = DISTURBANCES[disturbance]
     size = [
