@@ -29,18 +29,8 @@ from torch.optim.swa_utils import AveragedModel
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 2  # of a checkpoint; raised when an earlier one would go on in another way
-KEYS = {
-    "model",
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "average",
-    "log",
-    "config",
-    "samples",
-    "classes",
-}
-KEYS |= {"epoch", "step", "global_step", "best"}
+KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "log", "config", "samples"}
+KEYS |= {"classes", "epoch", "step", "global_step", "best"}
 
 
 class UsageError(ValueError):
@@ -432,22 +422,20 @@ def build_scheduler(
     )
 
 
-class StepGuard(torch.amp.GradScaler):
-    """A GradScaler that skips non-finite gradients at every precision, and counts the skips.
+class StepGuard:
+    """Skips a step whose gradient holds a NaN or an infinity, at every precision, and counts it.
 
-    In float32 and bf16 the scale stays 1; only the check is used. The check comes after the
-    all-reduce, so all ranks skip the same steps. With a fused optimizer it stays on the device.
-    A skipped step changes no BatchNorm statistics either, where one NaN would stay for ever.
-    The class overrides a private method of torch's GradScaler; tested with torch 2.8 and 2.15.
+    Call it like torch's GradScaler, which is at work inside with --amp fp16 alone. The check comes
+    after the all-reduce, so all ranks skip the same steps. A skipped step changes no BatchNorm
+    statistics either, where one NaN would stay for ever.
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
-    sets it to zero; `in_a_row` counts consecutive ones, up to 10: the run looks at it only where it
-    logs or saves. All stay on the device.
+    sets it to zero; `in_a_row` counts consecutive ones, up to 10. All stay on the device: a step
+    with a fused optimizer does not wait for it.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
-        self.fixed_scale = None if amp == "fp16" else 1.0
-        super().__init__(device.type, init_scale=self.fixed_scale or 2.0**16)
+        self.grad_scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
         kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # of two dtypes
@@ -456,34 +444,44 @@ class StepGuard(torch.amp.GradScaler):
         self.statistics = [buffers for buffers in found if buffers]
         self.kept = [torch.cat(buffers) for buffers in self.statistics]
 
-    def _unscale_grads_(self, optimizer: Any, *others: Any) -> dict[torch.device, Tensor]:
-        found = None if self.fixed_scale == 1 else super()._unscale_grads_(optimizer, *others)
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale: small gradients would be zero in fp16."""
+        return self.grad_scaler.scale(loss)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradient by the scale, and take its norm."""
+        self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
         # Of sharded gradients each rank has the norm of its part so far.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # The norm shows NaN and Inf too, without another pass over the memory.
-        return found or {self.norm.device: 1 - self.norm.isfinite().float()}
+        self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer.defaults.get("fused"):  # it looks at `found_inf` by itself, on the device
+            optimizer.grad_scale, optimizer.found_inf = None, self.bad
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+        elif not self.bad:
+            optimizer.step()
 
     def update(self) -> None:
-        states = self._per_optimizer_states.values()
-        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
-        bad = (torch.stack(found).sum() > 0).float()
-        self.skipped += bad
-        in_a_row = (self.in_a_row + bad) * bad
+        self.skipped += self.bad
+        in_a_row = (self.in_a_row + self.bad) * self.bad
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         for buffers, kept in zip(self.statistics, self.kept):
-            torch.where(bad > 0, kept, torch.cat(buffers), out=kept)
+            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)
             torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
-        super().update(self.fixed_scale)
+        self.grad_scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"skipped": self.skipped.item(), "in_a_row": self.in_a_row.item()}
-        return {**super().state_dict(), **counts}
+        return {**self.grad_scaler.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the counts; the network was restored before, and its statistics are kept."""
-        super().load_state_dict(state)
+        self.grad_scaler.load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
         for buffers, kept in zip(self.statistics, self.kept):

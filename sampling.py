@@ -308,9 +308,8 @@ def build_loader(
         options |= {"worker_init_fn": leave_signals_to_parent}
         sampler = _Late(sampler)
     keyed = KeyedDataset(dataset, seed, skip_corrupt)
-    loader = DataLoader(
-        keyed, batch_sampler=sampler, num_workers=workers, collate_fn=_identity, **options
-    )
+    options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
+    loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
         processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.15
         # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
@@ -333,10 +332,6 @@ class _Late(Sampler):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.sampler) if self.begun else iter(())
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def leave_signals_to_parent(*_: int) -> None:

@@ -337,6 +337,8 @@ def build_model(args: argparse.Namespace) -> nn.Module:
         if (args.image_size or side) < 64:
             print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
     dtype = getattr(torch, args.dtype)
+    if args.compile:
+        torch.compiler.assume_constant_result(per_channel)  # else each step makes them anew
     # A hook, so that the names of the parameters stay plain.
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
@@ -377,10 +379,15 @@ def normalize(
     return ((images.to(dtype) - shift) / scale,)
 
 
-@functools.lru_cache
+_constants: dict[tuple, Tensor] = {}
+
+
 def per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return [C, 1, 1]. It is cached: a copy from the host in every step would make it wait."""
-    return torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)
+    """Return [C, 1, 1]. It is kept: a copy from the host in every step would make it wait."""
+    key = (values, device, dtype)
+    if key not in _constants:
+        _constants[key] = torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)
+    return _constants[key]
 
 
 # ------------------------------------------------------------------------------- loss and metrics

@@ -163,7 +163,7 @@ def scale_by_1024(rank):
 
     def scaled(self, *arguments):
         init(self, *arguments)
-        self.fixed_scale = self._init_scale = 1024.0
+        self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     common.StepGuard.__init__ = scaled
 

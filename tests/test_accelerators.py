@@ -1,5 +1,6 @@
 """What an accelerator would meet, by its mechanism, on the CPU. Nothing here needs an accelerator; test_gpu.py does."""
 
+import math
 import os
 import signal
 import subprocess
@@ -209,6 +210,37 @@ def test_step_of_ema_copies_nothing_from_the_host(monkeypatch):
 # ------------------------------------------------------------------------------- steps and signals
 
 
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_guard_of_a_fused_step_reads_nothing_and_computes_little(bad):
+    """A small network on a fast device waits for the host, which starts each operation."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    # A task may fuse its optimizer on the CPU too.
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, fused=True)
+    guard = common.StepGuard("off", CPU, net)
+    loss = net(torch.arange(12.0).view(3, 4)).square().sum()
+    assert guard.scale(loss) is loss, "without fp16 there is no scale"
+    loss.backward()
+    if bad is not None:
+        net[0].weight.grad[1, 2] = bad
+    before = [tensor.clone() for tensor in net.state_dict().values()]
+    with Operations() as operations:
+        guard.unscale_(optimizer)
+        guard.step(optimizer)
+        guard.update()
+    assert "_fused_sgd_" in operations.names
+    assert "_local_scalar_dense" not in operations.names, "so the host reads a number"
+    no_kernels = {"empty_like", "split_with_sizes"} | {n for n in operations.names if "record" in n}
+    kernels = [name for name in operations.names if name not in no_kernels]
+    assert len(kernels) <= 20, kernels
+    assert guard.skipped == guard.in_a_row == (bad is not None)
+    after = [*net.state_dict().values()]
+    changed = [not a.equal(b) for a, b in zip(after, before)]
+    assert changed[:4] == [bad is None] * 4, "the parameters"
+    assert not any(value.isnan().any() for value in after)
+    statistics = 0 if bad is not None else 1
+    assert net[1].num_batches_tracked == statistics, "a skipped step is none"
+
+
 class Count:
     """Stands where the guard has the number of steps skipped in a row; notes who reads it."""
 
@@ -279,7 +311,7 @@ sys.exit(run_main(main))
 """
 
 
-@pytest.mark.parametrize("code", [0, 3, 143])
+@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.long), 143])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
     """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
@@ -326,6 +358,7 @@ print(torch.backends.cudnn.conv.fp32_precision)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="names of torch 2.9")
 def test_caller_may_have_chosen_the_precision_by_newer_names():
     finished = subprocess.run(
@@ -362,6 +395,24 @@ def compressed():
     dist.all_reduce(mean)
     error = (net.weight.grad - mean / 2).abs().max() / mean.max()
     assert 1e-6 < error < 1e-2, "as rough as bf16"
+
+
+def test_compiled_model_makes_its_constants_once(recwarn):
+    """In each step they would be copied from the host, which waits for that."""
+    made = []
+
+    def look(graph, inputs):
+        made.extend(str(node.target) for node in graph.graph.nodes if node.op != "placeholder")
+        return graph.forward
+
+    net = task.build_model(make_args("single", "--compile"))
+    images = torch.randint(0, 256, (2, 1, 8, 8), dtype=torch.uint8)
+    wanted = net(images)
+    net.compile(backend=look)
+    assert net(images).equal(wanted)
+    assert any("conv2d" in name for name in made), "or the test would see nothing"
+    assert not any("tensor" in name for name in made), made
+    assert not [w for w in recwarn if "lru_cache" in str(w.message)]
 
 
 def test_bf16_gradients_need_no_cuda():

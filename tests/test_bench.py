@@ -18,6 +18,7 @@ from harness import ROOT, make_args, optimizer_of
 from launches import marked, read, wait_for_end
 
 import common
+import machinery.options
 import machinery.processes
 import machinery.tasks
 import task
@@ -176,6 +177,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         "ratio_max",
         "scaling",
         "peak_mib",
+        "device_mib",
         "bytes_formula",
         "bytes_sent",
         "syncs",
@@ -218,6 +220,9 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         (["--peer", "none.py"], "--peer none.py: no such file"),
         (["--peer", "plain", "--modes", "ddp", "fsdp"], "--peer compares --modes single and ddp"),
         (["--peer", "plain", "--svg", "all.svg"], "and draws no --svg"),
+        (["--peer", "plain", "--amp", "bf16"], "--peer compares float32 in torch's own"),
+        (["--peer", "plain", "--channels-last"], "--peer compares float32 in torch's own"),
+        (["--batch-size", "64", "0"], "--batch-size: must be a whole number, at least 1, got 0"),
         (["--startup"], "--startup and --files need --peer"),
         (["--files", "1000"], "--startup and --files need --peer"),
         (
@@ -230,6 +235,40 @@ def test_bad_options_are_named_before_anything_is_measured(argv, words):
     with pytest.raises(common.UsageError) as error:
         bench.main(argv)
     assert words in str(error.value)
+
+
+def test_each_batch_size_has_a_row_in_the_given_precision(monkeypatch, capsys):
+    started = []
+
+    def measure(args, workload, mode, argv, folder):
+        started.append((folder.name, argv))
+        return made_up_row(workload, mode, 1, 1000.0)
+
+    monkeypatch.setattr(bench.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(bench, "stay_on_this_machine", lambda: None)
+    monkeypatch.setattr(bench, "measure", measure)
+    options = ["--amp", "bf16", "--channels-last", "--batch-size", "32", "256"]
+    bench.main(["--workloads", "digitnet", "--modes", "single", "dp", "--nproc", "2", *options])
+    rows = [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines()]
+    names = [(f"digitnet, batch {size}", mode) for size in (32, 256) for mode in ("single", "dp")]
+    shown = [(row[0].strip(), row[1].strip()) for row in rows if "batch" in "".join(row)]
+    assert shown[:4] == [(name, f"{mode} 1") for name, mode in names]
+    assert [folder for folder, _ in started] == [f"{name}-{mode}" for name, mode in names]
+    for size, (_, argv) in zip((32, 32, 256, 256), started):
+        args = machinery.options.parse_args("dp" if "--replicas" in argv else "single", argv)
+        assert (args.batch_size, args.amp, args.channels_last) == (size, "bf16", True)
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_bare_loop_has_the_precision_of_the_script(amp):
+    args = make_args("single", "--batch-size", "4", "--amp", amp)
+    net = machinery.tasks.build_net(args, machinery.tasks.load_task(args))
+    run = Namespace(args=args, device=torch.device("cpu"))
+    run.state = Namespace(net=net, optimizer=optimizer_of(args, net))
+    seen = []
+    net.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    bench.bare_step("single", run, *task.build_datasets(args)[0].__getitems__(range(4)))()
+    assert seen == [torch.float32 if amp == "off" else torch.bfloat16]
 
 
 def test_a_bad_option_ends_with_code_2_and_one_line(tmp_path):
@@ -251,6 +290,7 @@ def found(**changes):
         "batch_size": 64,
         "syncs": None,
         "peak_mib": 300.0,
+        "device_mib": None,
         "gradient_bytes": 4_000_000,
         "bytes_sent": 0.0,
         "seconds": TURNS,
@@ -349,8 +389,13 @@ def test_row_of_several_processes(monkeypatch, tmp_path):
         "many": [0.104, 0.05, 0.2],
     }
     ranks = [
-        found(seconds=times, bytes_sent=5e6, peak_mib=250.0),
-        found(seconds={name: [9.0] * 3 for name in times}, bytes_sent=6e6, peak_mib=350.0),
+        found(seconds=times, bytes_sent=5e6, peak_mib=250.0, device_mib=10.0),
+        found(
+            seconds={name: [9.0] * 3 for name in times},
+            bytes_sent=6e6,
+            peak_mib=350.0,
+            device_mib=20.0,
+        ),
         found(seconds={name: [9.0] * 3 for name in times}, bytes_sent=10e6, peak_mib=200.0),
         found(seconds={name: [9.0] * 3 for name in times}, bytes_sent=7e6, peak_mib=200.0),
     ]
@@ -358,6 +403,7 @@ def test_row_of_several_processes(monkeypatch, tmp_path):
     assert (row["devices"], row["threads"]) == (4, 2), "the cores are divided"
     assert row["script"] == pytest.approx(160), "rank 0 tells the time"
     assert row["peak_mib"] == 350.0 and row["bytes_sent"] == 7e6, "largest and mean"
+    assert row["device_mib"] == 20.0
     assert row["bytes_formula"] == pytest.approx(2 * 3 / 4 * 4e6)
     assert "efficiency" not in row
     check = row["check"]
@@ -528,6 +574,7 @@ def made_up_row(workload, mode, devices, script, **changes):
         "ratio_min": 0.912345,
         "ratio_max": 1.04567,
         "peak_mib": 312.4,
+        "device_mib": None,
         "bytes_formula": 1.5e6,
         "bytes_sent": 1.6e6,
     }
@@ -561,7 +608,7 @@ def test_table_shows_each_row_and_its_share_of_one_device(monkeypatch, capsys, t
             bytes_sent=0.0,
         ),
         made_up_row("digitnet", "dp", 2, 900.0, peak_mib=98.765),
-        made_up_row("digitnet", "ddp", 2, 1500.0, check=link, syncs=0.126),
+        made_up_row("digitnet", "ddp", 2, 1500.0, check=link, syncs=0.126, device_mib=2345.4),
     ]
     cells, text = table_of(
         monkeypatch,
@@ -584,6 +631,7 @@ def test_table_shows_each_row_and_its_share_of_one_device(monkeypatch, capsys, t
         "**0.988** (0.912 to 1.046)",
         "1.00",
         "312",
+        "–",
         "0.00",
         "0.00",
         "–",
@@ -591,6 +639,7 @@ def test_table_shows_each_row_and_its_share_of_one_device(monkeypatch, capsys, t
     assert cells[1][1:4] == ["dp 2", "2000", "900"] and cells[1][5:] == [
         "0.90",
         "98.77",
+        "–",
         "1.50",
         "1.60",
         "–",
@@ -598,6 +647,7 @@ def test_table_shows_each_row_and_its_share_of_one_device(monkeypatch, capsys, t
     assert cells[2][1:4] == ["ddp 2", "2000", "1500"] and cells[2][5:] == [
         "1.50",
         "312",
+        "2345",
         "1.50",
         "1.60",
         "0.13",
@@ -628,7 +678,7 @@ def test_accelerators_share_nothing(monkeypatch, capsys):
         "ddp",
         kind="cuda",
     )
-    assert [row[5] for row in cells] == ["1.00", "0.90"] and cells[1][8] == "–"
+    assert [row[5] for row in cells] == ["1.00", "0.90"] and cells[1][9] == "–"
     assert "of N × single |" in text
 
 

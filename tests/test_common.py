@@ -238,7 +238,7 @@ def test_scaler_keeps_the_norm_of_the_true_gradient(scale):
         guard_of(make_args(), torch.device("cpu"), net),
         optimizer_of(make_args(), net),
     )
-    scaler.fixed_scale = scaler._init_scale = scale
+    scaler.grad_scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     loss = net(torch.ones(4, 3, dtype=torch.float64)).square().sum()
     true = torch.cat(
         [
@@ -272,7 +272,7 @@ def test_scaler_skips_and_counts_non_finite_gradients_at_every_precision(amp, ba
     assert stepped and scaler.skipped == 0 and scaler.in_a_row == 0
     stepped, scaler = one_step(amp, bad)
     assert not stepped and scaler.skipped == 1 and scaler.in_a_row == 1
-    assert scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
+    assert scaler.grad_scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
 
 
 def test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum():

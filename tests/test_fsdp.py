@@ -26,9 +26,10 @@ import common
 import machinery.tasks
 
 NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
+AVERAGED = ("--average ema", "--average swa --epochs 4")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -45,7 +46,9 @@ def test_shards_equal_one_device(n, options, tmp_path):
     assert max(deviations.values()) <= 1e-10, deviations
 
 
-@pytest.mark.parametrize("options", ["", "--average ema", "--average swa --epochs 4"])
+@pytest.mark.parametrize(
+    "options", ["", *(pytest.param(o, marks=pytest.mark.long) for o in AVERAGED)]
+)
 def test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one(options, tmp_path):
     argv = (*NET, *options.split())
     whole = undisturbed("fsdp", 3, *argv)
@@ -204,7 +207,15 @@ def build_model(args):
 
 
 @pytest.mark.parametrize(
-    "norm", ["batch", "layer", "spectral", "old spectral", "block", "root", "unused"]
+    "norm",
+    [
+        "batch",
+        "unused",
+        *(
+            pytest.param(norm, marks=pytest.mark.long)
+            for norm in ("layer", "spectral", "old spectral", "block", "root")
+        ),
+    ],
 )
 def test_shards_in_bf16_compute_what_ddp_computes(norm, tmp_path, monkeypatch):
     """Whatever the network holds: the weights stay float32, and autocast rounds them."""

@@ -1,6 +1,8 @@
 """What only a GPU can show: `bash run.sh test -m gpu`. No GPU has run these tests yet; test_accelerators.py has the mechanisms on the CPU."""
 
 import functools
+import json
+import os
 import subprocess
 
 import pytest
@@ -10,7 +12,10 @@ from patches import change_training_loss, stop_after
 from torch import nn
 
 import machinery.run
+import machinery.stand_ins
 import task
+import train_ddp
+import train_spawn
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
@@ -136,3 +141,49 @@ def test_nccl_with_one_rank(options, tmp_path):
     command = ["bash", str(ROOT / "run.sh"), "ddp", "1", *argv]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (finished.returncode, finished.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--amp", "bf16"], ["--amp", "fp16"], ["--compile"], ["--channels-last", "--amp", "bf16"]],
+    ids=" ".join,
+)
+def test_run_sh_trains_on_the_gpu_by_itself(options, tmp_path):
+    argv = ["--model", "resnet9", "--epochs", "3", "--output-dir", str(tmp_path / "run"), *options]
+    command = ["bash", str(ROOT / "run.sh"), "single", *argv]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert f"on 1 x {GPU}" in finished.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["top1"] > 0.8
+
+
+def share_the_gpu(rank):
+    """Let each rank be the only one of its node, as the launcher says; NCCL refuses two ranks on one device."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    train_ddp.backend = train_spawn.backend = lambda device: f"cpu:gloo,{GPU}:gloo"
+
+
+@pytest.mark.parametrize("options", [[], ["--average", "ema"], ["--average", "swa"]], ids=" ".join)
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_on_one_gpu_compute_what_one_of_them_computes(n, options, tmp_path):
+    argv = (*EXACT, "--accum-steps", "2", "--device", GPU, *options)
+    one = train("single", 1, *argv, folder=tmp_path / "one")
+    many = train("ddp", n, *argv, folder=tmp_path / "many", patch=share_the_gpu)
+    assert one.code == many.code == 0, many.err
+    assert deviation(many.gradients[0][0], one.gradients[0][0]) < 1e-10
+    assert deviation(many.checkpoint()["model"], one.checkpoint()["model"]) < 1e-8
+
+
+def two_replicas_on_one_gpu(rank):
+    torch.accelerator.device_count = lambda: 2
+    original = machinery.stand_ins.DataParallel
+    machinery.stand_ins.DataParallel = lambda module, ids: original(module, [0 for _ in ids])
+
+
+def test_replicas_on_one_gpu_compute_what_one_of_them_computes(tmp_path):
+    argv = (*EXACT, "--device", GPU)
+    one = train("single", 1, *argv, folder=tmp_path / "one")
+    two = train("dp", 2, *argv, folder=tmp_path / "two", patch=two_replicas_on_one_gpu)
+    assert one.code == two.code == 0, two.err
+    assert deviation(two.gradients[0][0], one.gradients[0][0]) < 1e-10

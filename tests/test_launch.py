@@ -242,6 +242,7 @@ def test_help_is_shown_and_nothing_is_started(option, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
     """Plain lines go to a file; someone who watches gets a bar, and the evaluation lines."""
     terminal, theirs = pty.openpty()

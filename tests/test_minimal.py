@@ -97,7 +97,13 @@ def kill_in_second_save():
     torch.save = save_half
 
 
-@pytest.mark.parametrize(("n", "patch"), [(3, kill_in_second_epoch), (0, kill_in_second_save)])
+@pytest.mark.parametrize(
+    ("n", "patch"),
+    [
+        pytest.param(3, kill_in_second_epoch, marks=pytest.mark.long),
+        (0, kill_in_second_save),
+    ],
+)
 def test_minimal_script_that_was_killed_goes_on_with_the_same_bits(n, patch, tmp_path):
     _, whole, expected = run_minimal(n, tmp_path / "whole", 3)
     codes, before, saved = run_minimal(n, tmp_path / "killed", 3, patch)

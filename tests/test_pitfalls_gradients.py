@@ -5,7 +5,6 @@ import copy
 import functools
 import itertools
 import json
-import sys
 
 import pytest
 import torch
@@ -249,17 +248,19 @@ def test_pitfall_20_sync_bn_on_cpu_and_its_switch(tmp_path):
 
 
 def forget_unscale_on_purpose(rank):
+    """Where the loop unscales, before the clipping, this only takes the norm. The step unscales, as torch's own does."""
     scale_by_1024(rank)
-    common.StepGuard.unscale_ = unscale_when_stepping
+    unscale, step = common.StepGuard.unscale_, common.StepGuard.step
 
+    def take_norm(self, optimizer):
+        parameters = optimizer.param_groups[0]["params"]
+        self.norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
 
-def unscale_when_stepping(self, optimizer):
-    """torch's `step` unscales what was not unscaled before; called from the loop, before the clipping, this only takes the norm."""
-    if sys._getframe(1).f_code.co_name == "step":
-        torch.amp.GradScaler.unscale_(self, optimizer)
-    self.norm = nn.utils.get_total_norm(
-        parameter.grad for parameter in optimizer.param_groups[0]["params"]
-    )
+    def unscale_and_step(self, optimizer):
+        unscale(self, optimizer)
+        step(self, optimizer)
+
+    common.StepGuard.unscale_, common.StepGuard.step = take_norm, unscale_and_step
 
 
 def test_pitfall_21_clipping_sees_the_true_gradient(tmp_path):

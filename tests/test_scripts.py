@@ -357,7 +357,15 @@ def test_ruff_is_clean(command):
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
-@pytest.mark.parametrize("program", ["train_ddp", "train_spawn", "train_dp", "machinery.launch"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        "train_ddp",
+        pytest.param("train_spawn", marks=pytest.mark.long),
+        pytest.param("train_dp", marks=pytest.mark.long),
+        "machinery.launch",
+    ],
+)
 def test_slow_packages_are_imported_only_where_they_are_used(program):
     """Import time is start-up time in every process."""
     slow = ("torchvision", "tensorboard", "matplotlib", "PIL")
@@ -407,7 +415,7 @@ def test_page_of_options_is_that_of_the_parser():
 
 @pytest.mark.parametrize("name", ALL_PAGES)
 def test_commands_files_and_links_of_the_pages_exist(name):
-    text = ALL_PAGES[name]
+    text = ALL_PAGES[name].replace("\\\n", " ")  # a command may have several lines
     known = set(re.findall(r"\b[a-z]+\b", (ROOT / "run.sh").read_text()))
     assert set(re.findall(r"bash run\.sh (\w+)", text)) <= known
     for path in re.findall(r"`((?:\w+/)*\w+\.(?:py|sh|sbatch))`", text):

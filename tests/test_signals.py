@@ -61,7 +61,10 @@ def assert_only_this_machine_can_reach(launch):
 
 @pytest.mark.parametrize(
     ("mode", "workers", "number"),
-    [("single", 0, signal.SIGTERM.value), ("ddp", 2, signal.SIGUSR1.value)],
+    [
+        ("single", 0, signal.SIGTERM.value),
+        pytest.param("ddp", 2, signal.SIGUSR1.value, marks=pytest.mark.long),
+    ],
 )
 def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, number, tmp_path):
     """Of a launcher of spawned processes: pitfall 39."""
@@ -551,7 +554,14 @@ sys.exit(run_main(lambda: 0))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+    ],
+)
 def test_signal_in_pythons_last_clean_up_is_too_late(number):
     """The run is done, and its code is 0; Python has already taken its handlers away."""
     finished = subprocess.run(

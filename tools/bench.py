@@ -12,6 +12,7 @@ else the machine does meets both alike: the ratio can be trusted further than th
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -37,7 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from common import UsageError, build_optimizer
+from common import UsageError, autocast, build_optimizer
 from machinery.options import Parser, filled, number, parse_args
 from machinery.processes import FAILED, LOST, Stopped, resolve_device_type, run_main
 from machinery.rendezvous import stay_on_this_machine
@@ -116,6 +117,8 @@ def take_turns(
     found = {"device": device.type, "batch_size": run.args.batch_size, "syncs": None}
     # Before there is a second network:
     found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    memory = device.type == "cuda" and torch.cuda.max_memory_allocated(device)
+    found["device_mib"] = memory / 2**20 if memory else None
     found["gradient_bytes"] = sum(p.numel() * p.element_size() for p in trained)  # of the whole
     batch = next(batches)
     loops = {"bare": bare_step(mode, run, *batch)}
@@ -169,10 +172,11 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        if mode == "dp":
-            losses = model(inputs, targets)["loss"]
-        else:
-            losses = task.per_sample_loss(model(inputs), targets)
+        with autocast(run.device, args.amp):
+            if mode == "dp":
+                losses = model(inputs, targets)["loss"]
+            else:
+                losses = task.per_sample_loss(model(inputs), targets)
         (losses.sum() * factor).backward()
         optimizer.step()
 
@@ -261,6 +265,7 @@ def measure(
     row |= {name: row["batch_size"] / middle[name] for name in ("bare", "script")}
     row |= {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
     row["peak_mib"] = max(rank["peak_mib"] for rank in ranks)
+    row["device_mib"] = max((rank["device_mib"] for rank in ranks), key=lambda size: size or 0)
     gradient_bytes = row["gradient_bytes"]
     # fsdp sends half an all-reduce more: twice it collects the parameters.
     row["bytes_formula"] = ring_bytes(gradient_bytes, n) * (1.5 if mode == "fsdp" else 1)
@@ -287,8 +292,8 @@ def report(result: dict[str, Any]) -> str:
     # Replicas on the CPU share its cores; accelerators share nothing.
     of = "single" if result["device"] == "cpu" else "N × single"
     head = f"workload | mode | bare, images/s | script, images/s | script / bare | script, of {of}"
-    head += " | peak, MiB a process | MB sent a step and rank, formula | measured"
-    lines = [f"| {head} | host syncs a step |", "|---" * 10 + "|"]
+    head += " | peak, MiB a process | on the device | MB sent a step and rank, formula | measured"
+    lines = [f"| {head} | host syncs a step |", "|---" * 11 + "|"]
     below = []
     assumed = "if each device has this one's batch and speed, and nothing overlaps"
     table = ["", f"Predicted efficiency, ring / tree, {assumed}:", ""]
@@ -300,7 +305,7 @@ def report(result: dict[str, Any]) -> str:
         texts += [f"{row['bare']:.0f}", f"{row['script']:.0f}"]
         texts += ["**{ratio:.3f}** ({ratio_min:.3f} to {ratio_max:.3f})".format(**row)]
         sent = [row["bytes_formula"] / 1e6, row["bytes_sent"] and row["bytes_sent"] / 1e6]
-        for n in (row["scaling"], row["peak_mib"], *sent, row["syncs"]):
+        for n in (row["scaling"], row["peak_mib"], row["device_mib"], *sent, row["syncs"]):
             texts.append("–" if n is None else f"{n:.{0 if n >= 100 else 2}f}")
         lines.append(f"| {' | '.join(texts)} |")
         if check := row.get("check"):
@@ -343,6 +348,11 @@ def parse(argv: list[str] | None) -> Namespace:
     add("--device", default="auto", metavar="auto|cpu|cuda|...", help=default)
     where = "images for imagefolder, under train/ and val/"
     add("--data-dir", type=filled, metavar="DIR", help=where)
+    sizes = "a row for each, instead of the workload's own"
+    add("--batch-size", nargs="+", type=positive, default=[None], metavar="N", help=sizes)
+    both = "of the script and of the bare loop"
+    add("--amp", choices=["off", "bf16", "fp16"], default="off", help=f"precision {both}")
+    add("--channels-last", action="store_true", help=f"memory format {both}")
     add("--steps", type=positive, default=20, metavar="N", help="timed steps in a turn")
     turns = "turns of the script and of the bare loop, after one that warms up"
     add("--repeats", type=positive, default=5, metavar="N", help=turns)
@@ -371,6 +381,8 @@ def parse(argv: list[str] | None) -> Namespace:
     args.modes = [mode for mode in MODES if mode in (args.modes or choices)]
     if args.peer and (args.svg or not {*args.modes} <= {*choices}):
         raise UsageError("--peer compares --modes single and ddp, and draws no --svg")
+    if args.peer and (args.amp != "off" or args.channels_last):
+        raise UsageError("--peer compares float32 in torch's own memory format")
     every = [name for name in WORKLOADS if args.data_dir or name != "imagefolder"]
     args.workloads = args.workloads or every
     if "imagefolder" in args.workloads and not args.data_dir:
@@ -381,12 +393,17 @@ def parse(argv: list[str] | None) -> Namespace:
     return args
 
 
-def command_of(args: Namespace, workload: str, mode: str, folder: str) -> list[str]:
+def command_of(
+    args: Namespace, workload: str, size: int | None, mode: str, folder: str
+) -> list[str]:
     """Return the options of a run; raise UsageError if one of them is wrong."""
     files = f"{WORKLOADS['imagefolder']} --data-dir {{folder}}/{workload}"  # of --files
     words = WORKLOADS.get(workload, files) + " --epochs 1000000"  # it ends when measured
     words += " --device {device}" + " --replicas {nproc}" * (mode == "dp")
     words += " --data-dir {data_dir}" * (workload == "imagefolder")
+    words += f" --batch-size {size}" * bool(size)
+    if not args.peer:
+        words += " --amp {amp}" + " --channels-last" * args.channels_last
     argv = [word.format(folder=folder, **vars(args)) for word in words.split()]
     parse_args(mode, argv, args.nproc if mode in RANKS else 1)
     return argv
@@ -425,8 +442,11 @@ def main(argv: list[str] | None = None) -> int:
         folders = {f"{count}-files": count for count in args.files}
         for workload in folders:
             (folder / workload).mkdir()
-        runs = [(w, mode) for w in [*args.workloads, *folders] for mode in args.modes]
-        commands = {run: command_of(args, *run, name) for run in runs}  # before any is started
+        commands = {}  # all of them are checked before one is started
+        for workload, size in itertools.product([*args.workloads, *folders], args.batch_size):
+            shown = f"{workload}, batch {size}" if size else workload
+            for mode in args.modes:
+                commands[shown, mode] = command_of(args, workload, size, mode, name)
         for workload, count in folders.items():
             peers.make_folder(folder / workload, count)
         measure_each = peers.compare if args.peer else measure_all

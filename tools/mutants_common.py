@@ -72,11 +72,11 @@ mutant("step: epochs in another order", "common", "sorted(epoch * steps_per_epoc
 mutant("cyclic: a saw-tooth", "common", "(1 - abs(2 * share_of_cycle(step, start, end, marks) - 1))", "share_of_cycle(step, start, end, marks)",
        "test_cyclic_is_a_triangle_between_gamma_and_one")
 mutant("cyclic: one cycle only", "common", "((step - start) % cycle)", "(step - start)", "test_cyclic_is_a_triangle_between_gamma_and_one")
-mutant("scaler: skipped steps not counted", "common", "bad = (torch.stack(found).sum() > 0)", "bad = (torch.stack(found).sum() < 0)",
+mutant("scaler: skipped steps not counted", "common", "self.skipped += self.bad", "pass",
        f"{SKIP}[nan-off]")
-mutant("scaler: in a row is never reset", "common", "(self.in_a_row + bad) * bad", "self.in_a_row + bad", DIVERGED)
-mutant("scaler: scale moves in float32", "common", "super().update(self.fixed_scale)", "super().update()", f"{SKIP}[nan-off]")
-mutant("scaler: scale of fp16 fixed", "common", 'None if amp == "fp16" else 1.0', "1.0", f"{SKIP}[nan-fp16]")
+mutant("scaler: in a row is never reset", "common", "(self.in_a_row + self.bad) * self.bad", "self.in_a_row + self.bad", DIVERGED)
+mutant("scaler: scale moves in float32", "common", 'enabled=amp == "fp16"', "enabled=True", f"{SKIP}[nan-off]")
+mutant("scaler: scale of fp16 fixed", "common", 'enabled=amp == "fp16"', "enabled=False", f"{SKIP}[nan-fp16]")
 mutant("scaler: skipped steps forgotten at resume", "common", 'self.skipped.fill_(state["skipped"])', "pass",
        "test_scaler_goes_on_where_it_was_saved")
 mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass",
@@ -86,9 +86,14 @@ mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:"
 mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)",
        "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]",
        "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
-mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self._scale * nn.utils.get_total_norm(",
+mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self.grad_scaler.get_scale() * nn.utils.get_total_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
-mutant("scaler: only NaN is noticed", "common", "1 - self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
+mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
+FUSED = "test_guard_of_a_fused_step_reads_nothing_and_computes_little"
+mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", FUSED)
+mutant("scaler: a fused step waits for the host", "common", 'if optimizer.defaults.get("fused"):', "if False:", FUSED)
+mutant("scaler: the norm is taken twice", "common", "self.bad = (self.norm * 0 != 0).float()",
+       "self.bad = (nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None) * 0 != 0).float()", FUSED)
 mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9",
        "test_ema_and_swa_are_what_they_say")
 mutant("ema: statistics not averaged", "common", "averaged |= {id(norm.running_mean), id(norm.running_var)}", "pass",
@@ -124,7 +129,7 @@ mutant("swa: from the first epoch", "common", "self.n_averaged < due", "self.n_a
 mutant("launch: every rank prints", "common", "    if get_rank() == 0:\n        print(",
        "    if True:\n        print(",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[ddp-2]")
-mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(bad > 0, kept", "torch.where(bad > 2, kept",
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.bad > 0, kept", "torch.where(self.bad > 2, kept",
        "test_skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: BatchNorm goes back to before the resume", "common", "torch.cat(buffers, out=kept)  # of the", "pass  #",
        "test_skipped_step_leaves_no_trace_in_batchnorm")

@@ -37,6 +37,7 @@ mutant("sampler: torch.chunk, which may leave a rank without samples", "sampling
        "test_pieces_of_all_ranks_partition_each_global_batch[4]")
 mutant("sampler: micro-batches cut after the ranks", "sampling", "batch.tensor_split(self.accum_steps)", "[batch]",
        "test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
+mutant("compile: the constants are made in each step", "task", "if args.compile:", "if False:", "test_compiled_model_makes_its_constants_once")
 mutant("sampler: the ragged tail is kept", "sampling", "steps_per_epoch = length // batch_size",
        "steps_per_epoch = math.ceil(length / batch_size)", PIECES)
 mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > length:", "if False:",

@@ -15,6 +15,13 @@ mutant("bench: ratio of the medians", "tools/bench", '{"ratio": median(ratios),'
 mutant("bench: range upside down", "tools/bench", '"ratio_min": min(ratios), "ratio_max": max(ratios)', '"ratio_min": max(ratios), "ratio_max": min(ratios)',
        ROW)
 mutant("bench: the smallest process", "tools/bench", 'max(rank["peak_mib"] for', 'min(rank["peak_mib"] for', PROCESSES)
+mutant("bench: memory of the smallest device", "tools/bench", 'max((rank["device_mib"] for', 'min((rank["device_mib"] for', PROCESSES)
+SIZES = "test_each_batch_size_has_a_row_in_the_given_precision"
+mutant("bench: batch size ignored", "tools/bench", 'words += f" --batch-size {size}" * bool(size)', "pass", SIZES)
+mutant("bench: precision ignored", "tools/bench", '" --amp {amp}" + ', '', SIZES)
+mutant("bench: memory format ignored", "tools/bench", '" --amp {amp}" + " --channels-last" * args.channels_last', '" --amp {amp}"', SIZES)
+mutant("bench: bare loop in float32", "tools/bench", "with autocast(run.device, args.amp):", 'with autocast(run.device, "off"):',
+       "test_bare_loop_has_the_precision_of_the_script[bf16]")
 mutant("bench: bytes of rank 0", "tools/bench", 'mean(rank["bytes_sent"] for rank in ranks)', 'ranks[0]["bytes_sent"]', PROCESSES)
 mutant("bench: bytes of all ranks", "tools/bench", 'mean(rank["bytes_sent"] for rank in ranks)', 'sum(rank["bytes_sent"] for rank in ranks)', PROCESSES)
 mutant("bench: replicas send", "tools/bench", "ring_bytes(gradient_bytes, n)", "ring_bytes(gradient_bytes, devices)", "test_row_of_replicas")

@@ -28,7 +28,7 @@ def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
         parser.add_argument(name, type=int)
     parser.set_defaults(dataset="digits", model="digitnet", task="task.py", device="auto")
     parser.set_defaults(batch_size=64, workers=0, epochs=30)
-    parser.set_defaults(dtype="float32", weights=None, download=False)
+    parser.set_defaults(dtype="float32", weights=None, download=False, compile=False)
     args = parser.parse_args()
     if args.device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
