@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Before any group exists: defaults in this module would keep one, and gloo's threads, to the end.
+# Imported before a group exists: default arguments in it would keep the group, and its threads.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel

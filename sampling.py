@@ -46,9 +46,9 @@ def splitmix64(*parts: Any) -> Any:
 def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
     """Return which of range(length) stand at these positions of a random order, int64 [n].
 
-    It costs what n positions cost. A Feistel network (M. Luby, C. Rackoff: How to construct
-    pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is shuffled again
-    (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002; so are grid and sort).
+    The time grows with n and not with `length`. A Feistel network (M. Luby, C. Rackoff: How to
+    construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
+    shuffled again (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002).
     """
     if length <= 1024:  # a small grid would need more rounds; a sort is exact and faster
         return splitmix64(key, np.arange(length, dtype=np.uint64)).argsort()[positions]
@@ -311,7 +311,7 @@ def build_loader(
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
-        processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.15
+        processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.14
         # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
         multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
         sampler.begun = True

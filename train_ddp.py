@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     schedule = schedule_of(args)  # options of the learning rate, as plain values
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     average = common.build_average(args.average, net, args.swa_start, **schedule)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
     )  # averages the gradients of all ranks during the backward
     common.compress_gradients(model, args.grad_compress, scaler)  # for slow networks
-    common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)  # for exact resume
+    common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)  # fixed bucket order
     if args.compile:
         model.compile()
 
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # rank 0's BatchNorm statistics, for all
         average.after_epoch(net, state.epoch)  # for --average swa
-        run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
+        run.save("last.pt")  # the evaluation may crash; after a signal the run ends here
         eval_model = run.eval_model(train_loader)  # the bare network, or its average
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
     if args.eval_only:

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
     schedule = schedule_of(args)  # options of the learning rate, as plain values
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # global statistics
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     average = common.build_average(args.average, net, args.swa_start, **schedule)
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps its part of each parameter. A module collects the whole of its own
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # rank 0's BatchNorm statistics, for all
         average.after_epoch(net, state.epoch)  # for --average swa
-        run.save("last.pt")  # a stop or a crash in the evaluation then loses nothing
+        run.save("last.pt")  # the evaluation may crash; after a signal the run ends here
         eval_model = run.eval_model(train_loader)  # the bare network, or its average
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
     if args.eval_only:

@@ -145,7 +145,7 @@ class RunFiles:
         path, self.checkpoint = find_checkpoint(args, samples)
         self.path = path
         best = self.checkpoint["best"] if self.checkpoint else None
-        if best is not None and not args.eval_only and not self._has_best(path, best):
+        if best is not None and not args.eval_only and not self._find_best(path, best):
             self.checkpoint["best"] = None  # the next evaluation writes best.pt
         if args.tensorboard and not only_reads:
             from torch.utils.tensorboard import SummaryWriter
@@ -161,7 +161,7 @@ class RunFiles:
             save_checkpoint(checkpoint, last)
         self.log.truncate(self._bytes_before(checkpoint))
 
-    def _has_best(self, path: Path, best: float) -> bool:
+    def _find_best(self, path: Path, best: float) -> bool:
         """Return whether best.pt has the score `best`; copy it from beside `path` if that one has.
 
         After an earlier checkpoint was chosen it has not: it is the file of a later epoch.

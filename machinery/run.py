@@ -229,7 +229,7 @@ class Run:
         if not self.args.eval_only:  # which has nothing to save
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
             self.stop = StopSignal()
-        self._start_line()
+        self._reset_times()
 
     def _open(self, built: dict[str, Any]) -> dict[str, Any] | None:
         self.files = RunFiles(self.args, self.sampler.length, built)
@@ -340,8 +340,8 @@ class Run:
         text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
         self._log(line, f"step {state.step}/{self.steps_per_epoch}  {text}")
 
-    def _start_line(self) -> None:
-        # The seconds for the next evaluation line; where the clock stood when some were added.
+    def _reset_times(self) -> None:
+        # Seconds for the next evaluation line; `mark` is the last reading of the clock.
         self.spent, self.mark = {"train_s": 0.0, "eval_s": 0.0, "save_s": 0.0}, time.perf_counter()
 
     def _spend(self, name: str) -> None:
@@ -358,7 +358,7 @@ class Run:
             epoch -= 1  # the checkpoint counts the epoch as done
         line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
         line |= self.spent
-        self._start_line()
+        self._reset_times()
         self._log(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
 
     def _log(self, line: dict[str, Any], text: str) -> None:
@@ -399,23 +399,23 @@ class Run:
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
         state, args = self.state, self.args
-        names = [name for name in metrics if name not in ("loss", "count")]
-        name = args.best or [*names, "loss"][0]
-        if name not in (*names, "loss"):
-            raise by_all(f"--best {name}: no such metric; use one of {', '.join(names)}, loss")
+        known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
+        name = args.best or known[0]
+        if name not in known:
+            raise by_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
         score, sign = metrics[name], -1 if name == "loss" else 1
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
-        earlier, names = state.best, []
+        earlier, files = state.best, []
         rounding = 1e-12 * abs(state.best or 0)  # of the same weights on another number of ranks
         higher = state.best is None or sign * (score - state.best) > rounding
         if math.isfinite(score) and higher:
-            state.best, names = score, ["best.pt"]
+            state.best, files = score, ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
-            names.append(f"epoch-{state.epoch:04}.pt")
+            files.append(f"epoch-{state.epoch:04}.pt")
         # After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
-        self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
+        self.save(*files, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
             state.best = earlier  # the score of best.pt; rank 0 knows, and it alone saves it
         if self.files and state.epoch == args.epochs and state.best is not None:

@@ -153,9 +153,9 @@ mutant("bar: does not move", "machinery/run", "            self.bar.update()\n",
 mutant("bar: stays open", "machinery/run", "asked = time.perf_counter()\n        self.bar.close()\n", "asked = time.perf_counter()\n", BAR)
 mutant("bar: position twice", "machinery/run", 'text.partition("  ")[2]',
        "text", BAR)
-ALL = 'self.save(*names, "last.pt")'
-mutant("save: last.pt before best.pt", "machinery/run", ALL, 'self.save("last.pt", *names)', ORDERED)
-mutant("save: last.pt before the kept one", "machinery/run", ALL, 'self.save(*names[:1], "last.pt", *names[1:])', ORDERED)
+ALL = 'self.save(*files, "last.pt")'
+mutant("save: last.pt before best.pt", "machinery/run", ALL, 'self.save("last.pt", *files)', ORDERED)
+mutant("save: last.pt before the kept one", "machinery/run", ALL, 'self.save(*files[:1], "last.pt", *files[1:])', ORDERED)
 mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args.keep_every == 0", "state.epoch % args.keep_every == 1",
        "test_kept_epochs_are_every_so_many")
 mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
@@ -167,7 +167,7 @@ mutant("best: a rise by rounding", "machinery/run", "1e-12 * abs(state.best or 0
 mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-6 * abs(state.best or 0)", TIES)
 mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-12 * (state.best or 0)", TIES)
 mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
-mutant("best: by the loss", "machinery/run", 'names = [name for name in metrics if name not in ("loss", "count")]', "names = [*metrics]", "test_first_metric_that_is_no_loss_decides")
+mutant("best: by the loss", "machinery/run", 'known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]', "known = [*metrics]", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
@@ -430,6 +430,6 @@ mutant("divergence: while a save is under way", "machinery/run", "            if
        "test_run_that_diverged_waits_for_its_last_save")
 mutant("seconds: evaluation is training", "machinery/run", '        self._spend("eval_s")\n', '        self._spend("train_s")\n', SECONDS)
 mutant("seconds: training is evaluation", "machinery/run", '        self._spend("train_s")\n        state = self.state', "        state = self.state", SECONDS)
-mutant("seconds: of the whole run", "machinery/run", "        line |= self.spent\n        self._start_line()\n", "        line |= self.spent\n", SECONDS)
+mutant("seconds: of the whole run", "machinery/run", "        line |= self.spent\n        self._reset_times()\n", "        line |= self.spent\n", SECONDS)
 mutant("seconds: counted twice", "machinery/run", "        self.mark = now\n", "", SECONDS)
 mutant("seconds: not in the log", "machinery/run", "        line |= self.spent\n", "", SECONDS)
