@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported before a group exists: default arguments in it would keep the group, and its threads.
+# torch imports this later by itself. Its default arguments would then keep the process group.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -174,8 +174,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def split_batch(batch: Any, pieces: int) -> list[Any]:
     """Cut a rank's batch into micro-batches along the first dimension, larger ones first."""
-    if pieces == 1:
-        return [batch]
     return [tree_map(lambda t, i=i: t.tensor_split(pieces)[i], batch) for i in range(pieces)]
 
 
@@ -438,7 +436,7 @@ class StepGuard:
         self.grad_scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
         self.skipped = torch.zeros((), device=device)
         self.in_a_row = torch.zeros((), device=device)
-        kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # of two dtypes
+        kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # cat takes one dtype
         named = list(net.named_buffers())
         found = [[buffer.view(-1) for name, buffer in named if name.endswith(k)] for k in kinds]
         self.statistics = [buffers for buffers in found if buffers]
@@ -467,6 +465,7 @@ class StepGuard:
             optimizer.step()
 
     def update(self) -> None:
+        """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         in_a_row = (self.in_a_row + self.bad) * self.bad
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)

@@ -44,10 +44,10 @@ def splitmix64(*parts: Any) -> Any:
 
 
 def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
-    """Return which of range(length) stand at these positions of a random order, int64 [n].
+    """Return int64 [n]: the samples at these positions of a random order of range(length).
 
-    The time grows with n and not with `length`. A Feistel network (M. Luby, C. Rackoff: How to
-    construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
+    The order is never built: the time grows with n. A Feistel network (M. Luby, C. Rackoff: How
+    to construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
     shuffled again (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002).
     """
     if length <= 1024:  # a small grid would need more rounds; a sort is exact and faster

@@ -60,7 +60,7 @@ def find_checkpoint(
     checkpoint = load_checkpoint(path)
     config = checkpoint["config"]
     if checkpoint["best"] is None and isinstance(config, dict):
-        config = config | {"best": args.best}  # no score yet: it may be another one
+        config = config | {"best": args.best}  # no evaluation yet: --best may still change
     check_config(args, config, path)
     if not args.eval_only:
         check_average(args, checkpoint, path)
@@ -124,7 +124,8 @@ class RunFiles:
 
     def __init__(self, args: argparse.Namespace, samples: int, built: dict[str, Any]) -> None:
         self.directory = directory = output_directory(args)
-        self.writer = self.best_epoch = None  # of best.pt, counted from 1
+        self.best_epoch: int | None = None  # of best.pt, counted from 1
+        self.tensorboard = None
         tensors = {name: value for name, value in built.items() if isinstance(value, Tensor)}
         infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
         self.by_design = {name: tensors[name] for name in infinite}
@@ -151,7 +152,7 @@ class RunFiles:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = self.checkpoint["global_step"] + 1 if self.checkpoint else None
-            self.writer = SummaryWriter(self.directory, purge_step=purge)
+            self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
         print(f"output directory: {self.directory}", flush=True)
 
     def go_on(self) -> None:
@@ -202,8 +203,8 @@ class RunFiles:
         self.log.write(json.dumps(plain) + "\n")
         self.log.flush()
         position = {"event", "epoch", "step", "global_step", "count"}
-        for name in line.keys() - position if self.writer else ():
-            self.writer.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
+        for name in line.keys() - position if self.tensorboard else ():
+            self.tensorboard.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
 
     def write_checkpoint(self, checkpoint: dict[str, Any], names: tuple[str, ...]) -> str:
         """Let a thread write the checkpoint under these names; nothing may change its tensors.
@@ -236,5 +237,5 @@ class RunFiles:
 
     def close(self) -> None:
         self.wait()
-        if self.writer:
-            self.writer.close()
+        if self.tensorboard:
+            self.tensorboard.close()

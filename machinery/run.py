@@ -213,7 +213,7 @@ class Run:
                 self.meter.restore(checkpoint["log"])  # the sums since the last log line
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
-                raise by_all(f"--resume {self.args.resume}: {problem}") from error
+                raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
             if self.args.average == "swa" and not self.args.eval_only:
                 done = state.epoch + (state.step == self.steps_per_epoch)
                 if state.average.n_averaged > sum(e <= done for e in state.average.epochs):
@@ -242,9 +242,9 @@ class Run:
             try:
                 result = function()
             except OSError as problem:
-                error = by_all(f"--output-dir {self.args.output_dir}: {problem}")
+                error = error_on_all(f"--output-dir {self.args.output_dir}: {problem}")
             except UsageError as problem:
-                error = by_all(str(problem))
+                error = error_on_all(str(problem))
             except Stopped as problem:
                 error = problem
         result, error = broadcast_object((result, error))
@@ -402,7 +402,7 @@ class Run:
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
         name = args.best or known[0]
         if name not in known:
-            raise by_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
+            raise error_on_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
         score, sign = metrics[name], -1 if name == "loss" else 1
         self.log_eval(metrics)
         state.epoch, state.step = state.epoch + 1, 0
@@ -466,7 +466,7 @@ class Run:
             raise Stopped(3, f"the run is done, but its last state was not saved: {refused}")
 
 
-def by_all(message: str) -> Exception:
+def error_on_all(message: str) -> Exception:
     """Return the error for bad input that every rank raises together."""
     return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
 
@@ -496,4 +496,4 @@ def check_agreement(
         first, other = ranks[0][name], theirs.get(name, "unknown")
         if first != other:
             found = f"{first} on rank 0, but {other} on rank {rank}"
-            raise by_all(f"{name} is {found}; all nodes need the same")
+            raise error_on_all(f"{name} is {found}; all nodes need the same")

@@ -436,7 +436,7 @@ class Writer:
 
 def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
     run = make_run(tmp_path, "--log-every", 2)
-    run.files.writer = Writer()
+    run.files.tensorboard = Writer()
     start_epoch(run)
     for losses in LOSSES:
         clock.seconds += 1
@@ -449,7 +449,7 @@ def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
         for name, value in line.items()
         if name not in positions
     ]
-    assert sorted(run.files.writer.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 5
+    assert sorted(run.files.tensorboard.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 5
 
 
 def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
@@ -465,7 +465,7 @@ def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypa
     make_run(tmp_path, "--tensorboard", "--resume", "auto").files.log.close()
     folder = tmp_path / "run"
     assert told == [(folder, {"purge_step": None}), (folder, {"purge_step": 4})]
-    assert make_run(tmp_path / "without").files.writer is None
+    assert make_run(tmp_path / "without").files.tensorboard is None
 
 
 @pytest.mark.parametrize("damage", ["torn", "foreign"])

@@ -73,8 +73,8 @@ mutant("nodes: evaluation sets are not compared", "machinery/run",
        "check_agreement(args, sampler.length, 0, device)", f"{TOLD}[evaluation set]")
 mutant("nodes: code is not compared", "machinery/run", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
-mutant("nodes: only one rank finds the difference", "machinery/run", 'raise by_all(f"{name} is',
-       'if get_rank() > 0:\n                return\n            raise by_all(f"{name} is',
+mutant("nodes: only one rank finds the difference", "machinery/run", 'raise error_on_all(f"{name} is',
+       'if get_rank() > 0:\n                return\n            raise error_on_all(f"{name} is',
        f"{TOLD}[seed]")
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
@@ -242,7 +242,7 @@ mutant("restart: in another directory than the first attempt", "machinery/files"
        "test_restarted_process_goes_on_or_begins_anew")
 mutant("eval-only: of nothing", "machinery/files", "refuse(nothing,", "refuse(False,",
        "test_eval_only_evaluates_what_was_trained_or_says_why_not")
-mutant("tensorboard: left open", "machinery/files", "            self.writer.close()\n", "            pass\n",
+mutant("tensorboard: left open", "machinery/files", "            self.tensorboard.close()\n", "            pass\n",
        "test_tensorboard_shows_what_the_log_says[single-1]")
 mutant("by design: taken from the end of the run", "machinery/files",
        "became_non_finite(v, self.by_design.get(name))", "became_non_finite(v, v)",
@@ -424,7 +424,7 @@ mutant("stop: says that it has saved before it has", "machinery/run", "         
        "test_stop_while_a_save_is_under_way_comes_after_its_own_save[15]")
 mutant("end: names a best.pt that is not there yet", "machinery/run", "            self.files.wait()\n            path", "            path",
        "test_end_of_the_last_epoch_names_a_file_that_is_there")
-mutant("end: while a save is under way", "machinery/files", "        self.wait()\n        if self.writer", "        if self.writer",
+mutant("end: while a save is under way", "machinery/files", "        self.wait()\n        if self.tensorboard", "        if self.tensorboard",
        "test_run_that_finishes_waits_for_its_last_save")
 mutant("divergence: while a save is under way", "machinery/run", "            if self.files:\n                self.files.wait()\n            problem", "            problem",
        "test_run_that_diverged_waits_for_its_last_save")
