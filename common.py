@@ -326,12 +326,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return an optimizer of OPTIMIZERS over the parameters that train.
 
-    On an accelerator it is fused: a skipped step then costs no wait of the host.
+    It is fused: one pass over the memory, and a skipped step costs no wait of the host.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     sharded = hasattr(parameters[0], "full_tensor")  # torch has no fused SGD for them
-    fused = parameters[0].device.type != "cpu" and not sharded
-    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, fused=fused)
+    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, fused=not sharded)
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:

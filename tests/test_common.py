@@ -410,7 +410,7 @@ def test_optimizer_has_what_the_options_say():
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.1, (0.8, 0.999), 0.07)
 
 
-def test_optimizer_of_an_accelerator_goes_on_here(tmp_path, handlers):
+def test_optimizer_that_was_not_fused_goes_on_here(tmp_path, handlers):
     run = make_run(tmp_path)
     before = [group["fused"] for group in run.state.optimizer.param_groups]
     run.save("last.pt")
@@ -418,10 +418,10 @@ def test_optimizer_of_an_accelerator_goes_on_here(tmp_path, handlers):
     path = run.files.directory / "last.pt"
     saved = torch.load(path, weights_only=True)
     for group in saved["optimizer"]["param_groups"]:
-        group["fused"] = True
+        group["fused"] = False  # as that of shards
     torch.save(saved, path)
     run = make_run(tmp_path, "--resume", "auto")
-    assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [False]
+    assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [True]
 
 
 def test_settings_of_powersgd():

@@ -89,6 +89,7 @@ mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(n
 mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self.grad_scaler.get_scale() * nn.utils.get_total_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
 mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
+mutant("optimizer: never fused", "common", "fused=not sharded", "fused=False", "test_pitfall_36_steps_do_not_wait")
 FUSED = "test_guard_of_a_fused_step_reads_nothing_and_computes_little"
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", FUSED)
 mutant("scaler: a fused step waits for the host", "common", 'if optimizer.defaults.get("fused"):', "if False:", FUSED)
@@ -260,8 +261,8 @@ mutant("cosine: nothing but warm-up divides by zero", "common",
        "(step - start) / (end - start)",
        "test_cosine_stays_at_zero_after_its_end_and_a_run_may_be_all_warmup")
 mutant("scaler: another first scale", "common",
-       "2.0**16",
-       "2.0**10",
+       'enabled=amp == "fp16")',
+       'enabled=amp == "fp16", init_scale=2.0**10)',
        "test_scaler_skips_and_counts_non_finite_gradients_at_every_precision", "test_scaler_keeps_the_norm_of_the_true_gradient")
 mutant("powersgd: another rank", "common",
        '"matrix_approximation_rank": 4',

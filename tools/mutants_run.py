@@ -194,7 +194,7 @@ mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_obje
 mutant("resume: fused of the other device", "machinery/run",
        'group["fused"] = now["fused"]',
        "pass",
-       "test_optimizer_of_an_accelerator_goes_on_here")
+       "test_optimizer_that_was_not_fused_goes_on_here")
 
 # ----------------------------------------------------------------------------------------------------------------------- machinery/files.py
 
@@ -328,7 +328,7 @@ mutant("folder: a task of one's own is called digits", "machinery/files", 'if ar
 mutant("resume: every optimizer can be fused", "machinery/run", 'if "fused" in now:', "if True:",
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
 mutant("best: highest loss", "machinery/run", '-1 if name == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
-mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or [', "name = [",
+mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or known[0]', "name = known[0]",
        "test_lowest_loss_or_a_named_metric_decides")
 mutant("best: an unknown metric", "machinery/check",  "unknown = args.best not in (None, *meter.sums)", "unknown = False",
        "test_metric_that_the_task_does_not_have_is_refused")
