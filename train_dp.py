@@ -11,8 +11,9 @@ import common
 from machinery.check import check_run
 from machinery.options import parse_args, schedule_of
 from machinery.processes import leaves_no_trace, run_main, set_up_device
-from machinery.run import Run, State
+from machinery.run import Run
 from machinery.stand_ins import WithLoss, data_parallel
+from machinery.state import State
 from machinery.tasks import Task, build_net, load_task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 

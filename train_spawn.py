@@ -16,8 +16,9 @@ from machinery.launch import run_worker, wait_for_workers, workers_meet_at
 from machinery.options import parse_args, schedule_of
 from machinery.processes import leaves_no_trace, run_main, set_up_device
 from machinery.rendezvous import backend, timeout
-from machinery.run import Run, State
+from machinery.run import Run
 from machinery.stand_ins import convert_sync_batchnorm
+from machinery.state import State
 from machinery.tasks import Task, build_net, load_task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 

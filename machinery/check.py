@@ -1,25 +1,29 @@
-"""The check before a run: what else would only be found after the processes have started."""
+"""The checks before the first step: of what a run has built, and between its ranks."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import inspect
 import io
+import itertools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 import common
 from common import UsageError
 from machinery.files import find_checkpoint
-from machinery.options import refuse
-from machinery.processes import resolve_device_type
+from machinery.options import PER_NODE, declared, keys, refuse
+from machinery.processes import error_on_all, resolve_device_type
 from machinery.tasks import RESERVED, Task, blame
 from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, leave_signals_to_parent
 
@@ -159,3 +163,31 @@ def check_samples(
             wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
             raise UsageError(f"{where} must return {wanted}; got {metrics}")
         (common.Meter(meter.device) if net.training else meter).add(loss=losses, **metrics)
+
+
+def check_agreement(
+    args: argparse.Namespace, train_length: int, val_length: int, device: torch.device
+) -> None:
+    """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
+
+    With another --batch-size on one node the ranks would hang. With another --seed, code or data
+    set they would go on to a wrong result.
+    """
+    if not dist.is_initialized():
+        return
+    root = Path(__file__).resolve().parent.parent
+    files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py")), Path(args.task)]
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    own = keys(PER_NODE)
+    given = {name: value for name, value in declared(args).items() if name not in own}
+    mine = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    mine |= {"the number of training samples": train_length}
+    mine |= {"the number of evaluation samples": val_length}
+    mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    for name, (rank, theirs) in itertools.product(ranks[0], enumerate(ranks)):
+        first, other = ranks[0][name], theirs.get(name, "unknown")
+        if first != other:
+            found = f"{first} on rank 0, but {other} on rank {rank}"
+            raise error_on_all(f"{name} is {found}; all nodes need the same")

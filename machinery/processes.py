@@ -68,6 +68,11 @@ class Stopped(Exception):
         self.code, self.reason = code, reason
 
 
+def error_on_all(message: str) -> Exception:
+    """Return the error for bad input that every rank raises together."""
+    return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
+
+
 def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     """Decorate a script's main: a notebook or a service that calls it is as before afterwards."""
 

@@ -1,11 +1,8 @@
-"""A run as its loop sees it: state, log, stop. What writes files is in machinery/files.py."""
+"""A run as its loop sees it: position, log, stop. machinery/files.py writes the files."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import hashlib
-import itertools
 import math
 import shlex
 import signal
@@ -24,126 +21,14 @@ from tqdm import tqdm
 
 import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
+from machinery.check import check_agreement
 from machinery.files import RunFiles
-from machinery.options import PER_NODE, declared, keys
-from machinery.processes import SIGNALS, Stopped, handle_signals
+from machinery.options import declared
+from machinery.processes import SIGNALS, Stopped, error_on_all, handle_signals
+from machinery.state import State, whole
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
 tqdm.set_lock(threading.RLock())  # its own one is for several processes, and would be left behind
-
-
-@dataclasses.dataclass
-class State:
-    """What a checkpoint holds. `epoch` and the `step` within it tell what comes next."""
-
-    net: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    scaler: common.StepGuard
-    average: common.WeightAverage | common.NoAverage
-    epoch: int = 0
-    step: int = 0
-    global_step: int = 0
-    best: float | None = None
-
-    def checkpoint(self) -> dict[str, Any]:
-        """Return plain tensors and values, with the names of the bare model.
-
-        Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them.
-        """
-        average = whole(self.average.state_dict())
-        return {
-            "format": common.FORMAT,
-            "model": whole(self.net.state_dict()),
-            "optimizer": whole(self.optimizer.state_dict()),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "average": {name.removeprefix("module."): value for name, value in average.items()},
-            "epoch": self.epoch,
-            "step": self.step,
-            "global_step": self.global_step,
-            "best": self.best,
-        }
-
-    def restore(self, checkpoint: dict[str, Any]) -> None:
-        """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
-        for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
-            if "fused" in now:  # it belongs to the device, which may be another one
-                group["fused"] = now["fused"]
-        self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        optimizer = dict(checkpoint["optimizer"])
-        own = optimizer["state"].items()
-        optimizer["state"] = {
-            i: cut_like(values, dict.fromkeys(values, parameters[i])) for i, values in own
-        }
-        self.optimizer.load_state_dict(optimizer)
-        for i, parameter in enumerate(parameters):
-            for name, saved in optimizer["state"].get(i, {}).items():
-                now = self.optimizer.state[parameter]
-                if not isinstance(saved, Tensor):
-                    continue
-                # torch has rounded to the type of the parameter what may have another one. Fused
-                # kernels need the parameter's strides, and --channels-last may change.
-                if saved.dim() and saved.shape == parameter.shape:
-                    now[name] = torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
-                else:
-                    now[name] = saved.to(now[name].device)
-        for name in ("scheduler", "scaler"):
-            getattr(self, name).load_state_dict(checkpoint[name])
-        average = checkpoint["average"].items()
-        names = {name: name if name == "n_averaged" else f"module.{name}" for name, _ in average}
-        average = {names[name]: value for name, value in average}
-        self.average.load_state_dict(cut_like(average, self.average.state_dict()))
-        for name in ("epoch", "step", "global_step", "best"):
-            setattr(self, name, checkpoint[name])
-        # Compute the rates anew, so that more --epochs take effect at once.
-        schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
-        for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
-            group["lr"] = peak * factor(self.global_step)
-
-
-def whole(value: Any) -> Any:
-    """Return a copy of dicts and lists, whole tensors on rank 0's CPU. Call it on every rank."""
-    if isinstance(value, dict):
-        return {name: whole(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(whole(item) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    value = joined(value) if hasattr(value, "full_tensor") else value
-    return value.to("cpu", copy=True) if get_rank() == 0 else None  # steps go on while it is saved
-
-
-def joined(shards: Tensor) -> Tensor:
-    """Return the whole of a tensor that is cut among the ranks. Call it on every rank.
-
-    `full_tensor` does the same by another collective call, in which gloo crashed once.
-    """
-    *copies, last = shards.placements
-    if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):
-        return shards.full_tensor()  # of an optimizer of the task, as a norm over all shards
-    own, group = shards.to_local(), shards.device_mesh.get_group(-1)
-    ranks = dist.get_world_size(group)
-    rows = math.ceil(len(shards) / ranks)  # on each rank; the last ones may have fewer, or none
-    padded = own.new_zeros(rows, *shards.shape[1:])
-    padded[: len(own)] = own
-    whole = own.new_empty(rows * ranks, *shards.shape[1:])
-    dist.all_gather([*whole.tensor_split(ranks)], padded, group=group)  # writes into `whole`
-    return whole[: len(shards)]
-
-
-def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole tensors, each cut among the ranks as the tensor of that name in `own`."""
-    found = dict(values)
-    for name, value in values.items():
-        like = own.get(name)
-        if hasattr(like, "full_tensor") and getattr(value, "shape", None) == like.shape:
-            from torch.distributed.tensor import distribute_tensor  # slow to import
-
-            place = like.device_mesh, like.placements
-            found[name] = distribute_tensor(value.to(like.device), *place, src_data_rank=None)
-    return found
 
 
 class StopSignal:
@@ -464,36 +349,3 @@ class Run:
             dist.barrier()  # rank 0 has written its files
         if refused:
             raise Stopped(3, f"the run is done, but its last state was not saved: {refused}")
-
-
-def error_on_all(message: str) -> Exception:
-    """Return the error for bad input that every rank raises together."""
-    return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
-
-
-def check_agreement(
-    args: argparse.Namespace, train_length: int, val_length: int, device: torch.device
-) -> None:
-    """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
-
-    With another --batch-size on one node the ranks would hang. With another --seed, code or data
-    set they would go on to a wrong result.
-    """
-    if not dist.is_initialized():
-        return
-    root = Path(__file__).resolve().parent.parent
-    files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py")), Path(args.task)]
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    own = keys(PER_NODE)
-    given = {name: value for name, value in declared(args).items() if name not in own}
-    mine = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    mine |= {"the number of training samples": train_length}
-    mine |= {"the number of evaluation samples": val_length}
-    mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
-    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    for name, (rank, theirs) in itertools.product(ranks[0], enumerate(ranks)):
-        first, other = ranks[0][name], theirs.get(name, "unknown")
-        if first != other:
-            found = f"{first} on rank 0, but {other} on rank {rank}"
-            raise error_on_all(f"{name} is {found}; all nodes need the same")

@@ -7,6 +7,7 @@ from harness import average_of, guard_of, make_args, make_sampler, optimizer_of,
 from torch import nn
 
 import machinery.run
+import machinery.state
 from machinery.processes import wait_for_writer
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     optimizer = optimizer_of(args, net)
     scheduler = scheduler_of(args, optimizer, sampler.steps_per_epoch)
     parts = optimizer, scheduler, guard_of(args, CPU, net), average_of(args, net)
-    run = machinery.run.Run(args, machinery.run.State(net, *parts), sampler, range(57), CPU)
+    run = machinery.run.Run(args, machinery.state.State(net, *parts), sampler, range(57), CPU)
     run.resume()
     return run
 

@@ -104,8 +104,8 @@ def print_joined():
     """Tensors as an optimizer of a task may keep them, on rows of 3 ranks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    import machinery.run
     import machinery.sharding
+    import machinery.state
 
     mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
     replicate = [Replicate()] * (mesh.ndim - 1)
@@ -118,10 +118,10 @@ def print_joined():
     assert sums[0].placements[-1].is_partial() and sums[1].dim() == 0
     wanted = [value] * 3 + [value.sum(0), value.norm()]
     for found, right in zip([*cut, *sums], wanted):
-        torch.testing.assert_close(machinery.run.joined(found), right)
+        torch.testing.assert_close(machinery.state.joined(found), right)
     own = torch.full((2, 4), float(torch.distributed.get_rank()))  # cut among the rows too
     both = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim)
-    torch.testing.assert_close(machinery.run.joined(both), both.full_tensor())
+    torch.testing.assert_close(machinery.state.joined(both), both.full_tensor())
     print(mesh.ndim)
 
 

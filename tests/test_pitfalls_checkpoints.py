@@ -33,6 +33,7 @@ import machinery.processes
 import machinery.rendezvous
 import machinery.run
 import machinery.stand_ins
+import machinery.state
 import sampling
 
 # ----------------------------------------------------------------------------------------------- 04
@@ -405,7 +406,7 @@ def on_two_nodes(rank):
 
 def gate_on_local_rank(rank):
     on_two_nodes(rank)
-    machinery.run.get_rank = lambda: int(os.environ["LOCAL_RANK"])
+    machinery.run.get_rank = machinery.state.get_rank = lambda: int(os.environ["LOCAL_RANK"])
     machinery.run.Run._open = open_own_folder
 
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import common
-import machinery.run
 import machinery.sharding
+import machinery.state
 
 LIMIT = 0.1  # of the norm of the gradient
 
@@ -91,7 +91,7 @@ def save_shards():
     parts = {name: value.to_local() for name, value in net.state_dict().items()}
     with pytest.raises(RuntimeError, match="size mismatch"):
         plain.load_state_dict(parts)
-    saved = machinery.run.whole(net.state_dict())
+    saved = machinery.state.whole(net.state_dict())
     if dist.get_rank() == 0:
         with torch.no_grad():
             for parameter in plain.parameters():
@@ -113,7 +113,7 @@ def test_pitfall_44_a_shard_saved_as_the_whole():
 
 
 def gather():
-    values = machinery.run.whole(sharded(small_net()).state_dict()).values()
+    values = machinery.state.whole(sharded(small_net()).state_dict()).values()
     print("whole" if all(isinstance(value, torch.Tensor) for value in values) else "took part")
 
 

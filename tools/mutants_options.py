@@ -336,7 +336,7 @@ mutant("hint: fragments of choices", "machinery/options", "re.findall(r\"[^\\s',
 mutant("hint: for any word", "machinery/options", "(?=--\\w)", "", "test_bad_input_is_refused_by_name[single-1 -- lr]")
 mutant("optimizer: sees classes that sharding has changed", "machinery/tasks", "            module.__class__ = kind\n", "            str()\n", "test_groups_by_kind_of_layer_are_the_same_with_sync_bn")
 mutant("optimizer: classes stay as built", "machinery/tasks", "            module.__class__ = now\n", "            str()\n", "test_network_has_its_own_classes_again_after_the_optimizer")
-mutant("resume: numbers of the state take the type of the weights", "machinery/run", "now[name] = saved.to(now[name].device)", "now[name] = now[name]", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
+mutant("resume: numbers of the state take the type of the weights", "machinery/state", "now[name] = saved.to(now[name].device)", "now[name] = now[name]", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
 mutant("options: --step-gamma without effect", "machinery/options", "unused = args.step_gamma != 0.1", "unused = False", "test_final_rate_without_effect_is_refused")
 mutant("best: an unknown metric of the whole set", "machinery/run", '        if name not in known:\n', "        if False:\n",
        "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")

@@ -14,14 +14,14 @@ mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) an
 mutant("save: best.pt is the worst", "machinery/run", "sign * (score - state.best) > rounding", "sign * (score - state.best) < rounding",
        "test_best_and_kept_checkpoints")
 RESTORE = 'for name in ("scheduler", "scaler"):\n            getattr'
-mutant("resume: optimizer not restored", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "pass", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
-mutant("resume: nothing of the optimizer", "machinery/run", "self.optimizer.load_state_dict(optimizer)", "parameters = []", f"{BITWISE}[single-1-9]")
-mutant("resume: scheduler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scaler",'),
+mutant("resume: optimizer not restored", "machinery/state", "self.optimizer.load_state_dict(optimizer)", "pass", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
+mutant("resume: nothing of the optimizer", "machinery/state", "self.optimizer.load_state_dict(optimizer)", "parameters = []", f"{BITWISE}[single-1-9]")
+mutant("resume: scheduler not restored", "machinery/state", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scaler",'),
        "test_pitfall_23_learning_rate_goes_on_at_resume")
-mutant("resume: scaler not restored", "machinery/run", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),
+mutant("resume: scaler not restored", "machinery/state", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),
        "test_loss_scale_of_fp16_goes_on_at_resume")
-mutant("resume: average not restored", "machinery/run", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
-mutant("resume: learning rate of the shorter run", "machinery/run", 'group["lr"] = peak * factor(self.global_step)', "pass",
+mutant("resume: average not restored", "machinery/state", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
+mutant("resume: learning rate of the shorter run", "machinery/state", 'group["lr"] = peak * factor(self.global_step)', "pass",
        "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
 mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error))", "pass",
        "test_pitfall_31_rank_0_reads_and_decides")
@@ -71,17 +71,17 @@ mutant("nodes: ranks are not compared", "machinery/run",
 mutant("nodes: evaluation sets are not compared", "machinery/run",
        "check_agreement(args, sampler.length, len(val_set), device)",
        "check_agreement(args, sampler.length, 0, device)", f"{TOLD}[evaluation set]")
-mutant("nodes: code is not compared", "machinery/run", "path.read_bytes() for path in files",
+mutant("nodes: code is not compared", "machinery/check", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
-mutant("nodes: only one rank finds the difference", "machinery/run", 'raise error_on_all(f"{name} is',
+mutant("nodes: only one rank finds the difference", "machinery/check", 'raise error_on_all(f"{name} is',
        'if get_rank() > 0:\n                return\n            raise error_on_all(f"{name} is',
        f"{TOLD}[seed]")
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
        "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
-mutant("nodes: what a task put into args is compared", "machinery/run", "in declared(args).items() if name not in own}", "in vars(args).items() if name not in own}",
+mutant("nodes: what a task put into args is compared", "machinery/check", "in declared(args).items() if name not in own}", "in vars(args).items() if name not in own}",
        "test_what_belongs_to_a_node_may_differ")
-mutant("nodes: options of a task are not compared", "machinery/run", "own = keys(PER_NODE)", "own = keys(PER_NODE) | {*args.task_options}",
+mutant("nodes: options of a task are not compared", "machinery/check", "own = keys(PER_NODE)", "own = keys(PER_NODE) | {*args.task_options}",
        "test_options_of_a_task_must_be_the_same_on_all_nodes")
 mutant("save: a run that could not be saved ends well", "machinery/run",
        "        if refused:\n            raise", "        if False:\n            raise",
@@ -106,7 +106,7 @@ mutant("stop: after an evaluation only what was agreed before", "machinery/run",
 mutant("stop: a run that is done is called stopped", "machinery/run",
        "self.stop.agreed(wait=True) if state.epoch < args.epochs else None",
        "self.stop.agreed(wait=True)", "test_signal_in_the_last_evaluation_lets_the_run_end")
-mutant("ends: a rank leaves before the others know", "machinery/run",
+mutant("ends: a rank leaves before the others know", "machinery/processes",
        'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
        "return UsageError(message)", "test_early_end_of_all_ranks_waits_for_all")
 mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/run",
@@ -168,7 +168,7 @@ mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(sta
 mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-12 * (state.best or 0)", TIES)
 mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
 mutant("best: by the loss", "machinery/run", 'known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]', "known = [*metrics]", "test_first_metric_that_is_no_loss_decides")
-mutant("best: forgotten at resume", "machinery/run", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
+mutant("best: forgotten at resume", "machinery/state", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
 mutant("eval-only: the epoch after", "machinery/run", "epoch -= 1  # the checkpoint counts the epoch as done", "pass", EVAL_ONLY)
@@ -191,7 +191,7 @@ mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stoppi
        "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
        "test_stop_that_could_not_be_saved_says_so")
-mutant("resume: fused of the other device", "machinery/run",
+mutant("resume: fused of the other device", "machinery/state",
        'group["fused"] = now["fused"]',
        "pass",
        "test_optimizer_that_was_not_fused_goes_on_here")
@@ -325,7 +325,7 @@ mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0
        "test_restarted_process_goes_on_or_begins_anew")
 mutant("folder: a task of one's own is called digits", "machinery/files", 'if args.task == TASK else Path(args.task).stem', "",
        "test_folder_of_a_run_without_a_name")
-mutant("resume: every optimizer can be fused", "machinery/run", 'if "fused" in now:', "if True:",
+mutant("resume: every optimizer can be fused", "machinery/state", 'if "fused" in now:', "if True:",
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
 mutant("best: highest loss", "machinery/run", '-1 if name == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
 mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or known[0]', "name = known[0]",
@@ -346,17 +346,17 @@ mutant("swa: epochs that are lost are averaged again", "machinery/files", "for e
 mutant("save: what followed the first error is shown", "common", "first if isinstance(first, OSError) else error", "error",
        "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
 SHARDED = "test_shards_equal_one_device"
-mutant("shards: not put together in a file", "machinery/run", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
+mutant("shards: not put together in a file", "machinery/state", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
        "test_file_of_shards_holds_whole_plain_tensors")
 SHARDS = "test_pitfall_44_a_shard_saved_as_the_whole"
 ANY_CUT = "test_tensors_that_are_cut_in_any_way_are_joined"
-mutant("shards: each cut is one of rows", "machinery/run", "if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):", "if False:", f"{ANY_CUT}[3]")
-mutant("shards: rows of rows are the whole", "machinery/run", "last.is_shard(0) and all(place.is_replicate() for place in copies)", "last.is_shard(0)", f"{ANY_CUT}[6]")
+mutant("shards: each cut is one of rows", "machinery/state", "if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):", "if False:", f"{ANY_CUT}[3]")
+mutant("shards: rows of rows are the whole", "machinery/state", "last.is_shard(0) and all(place.is_replicate() for place in copies)", "last.is_shard(0)", f"{ANY_CUT}[6]")
 mutant("eval-only: nothing is left to do", "machinery/run", "if self.args.eval_only and state.step == 0:", "if False:", "test_eval_only_says_what_it_evaluates")
 mutant("stop: behind the progress bar", "machinery/run", "            if self.bar:\n                self.bar.close()  # else its line would go on with the next one\n", "", "test_stop_says_what_it_saved_and_ends_with_its_code")
-mutant("shards: the rest of an unequal cut is lost", "machinery/run", "math.ceil(len(shards) / ranks)", "len(shards) // ranks", SHARDS)
-mutant("shards: their padding in the middle", "machinery/run", "padded[: len(own)] = own", "padded[rows - len(own) :] = own", SHARDS)
-mutant("shards: collected among all ranks", "machinery/run", "shards.device_mesh.get_group(-1)", "None", "test_ranks_of_one_row_share_a_copy")
+mutant("shards: the rest of an unequal cut is lost", "machinery/state", "math.ceil(len(shards) / ranks)", "len(shards) // ranks", SHARDS)
+mutant("shards: their padding in the middle", "machinery/state", "padded[: len(own)] = own", "padded[rows - len(own) :] = own", SHARDS)
+mutant("shards: collected among all ranks", "machinery/state", "shards.device_mesh.get_group(-1)", "None", "test_ranks_of_one_row_share_a_copy")
 END = "test_end_says_what_is_best_and_how_to_go_on"
 mutant("end: nothing is said", "machinery/run", "if self.files and state.epoch == args.epochs and state.best is not None:", "if False:", END)
 mutant("end: said without a best", "machinery/run", "state.epoch == args.epochs and state.best is not None:", "state.epoch == args.epochs:", END)
@@ -366,8 +366,8 @@ mutant("end: the epoch of best.pt is forgotten at a resume", "machinery/files", 
 mutant("end: the last epoch", "machinery/files", 'if "best.pt" in names:', "if names:", END)
 mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ', 'str(f"to go on: ',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
-mutant("shards: optimizer state is not cut", "machinery/run", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
-mutant("shards: the average is not cut", "machinery/run", "self.average.load_state_dict(cut_like(average, self.average.state_dict()))", "self.average.load_state_dict(average)",
+mutant("shards: optimizer state is not cut", "machinery/state", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
+mutant("shards: the average is not cut", "machinery/state", "self.average.load_state_dict(cut_like(average, self.average.state_dict()))", "self.average.load_state_dict(average)",
        "test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one[--average ema]")
 mutant("fsdp: each micro-batch is synchronised", "train_fsdp", "model.set_requires_gradient_sync(i == args.accum_steps - 1)", "model.set_requires_gradient_sync(i == 0)", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]")
 mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
@@ -396,7 +396,7 @@ mutant("fsdp: fp16", "machinery/options", 'refuse(args.amp == "fp16", ', "refuse
 mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % groups != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
 
 # What accelerators would meet
-mutant("resume: strides of the checkpoint", "machinery/run", "torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)", "saved",
+mutant("resume: strides of the checkpoint", "machinery/state", "torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)", "saved",
        "test_restored_optimizer_has_the_strides_of_the_parameters")
 mutant("divergence: every step waits for the device", "machinery/run", "if logs or saves:", "if True:",
        "test_steps_between_log_lines_do_not_wait_for_the_device")
@@ -414,7 +414,7 @@ BESIDE = "test_steps_go_on_while_the_disk_is_busy_and_the_next_save_waits"
 mutant("save: the steps wait for it", "machinery/files", "pool.shutdown(wait=False)", "pool.shutdown()", BESIDE)
 mutant("save: the steps wait for the log", "machinery/files", "        pool = ThreadPoolExecutor", "        os.fsync(self.log.fileno())\n        pool = ThreadPoolExecutor", BESIDE)
 mutant("save: does not wait for the one before", "machinery/run", WAIT_SAVE + "        sums", "        sums", BESIDE)
-mutant("save: changes with the steps that follow", "machinery/run", 'value.to("cpu", copy=True)', "value.cpu()",
+mutant("save: changes with the steps that follow", "machinery/state", 'value.to("cpu", copy=True)', "value.cpu()",
        "test_steps_that_follow_do_not_change_what_is_saved")
 mutant("save: an error is noticed at the next save alone", "machinery/files", "if self.writing and self.writing.done():", "if False:",
        "test_error_of_the_thread_is_raised_at[the next log line]")
