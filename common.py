@@ -303,8 +303,10 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
 # ----------------------------------------------------------------------------------- optimization
 
 
-def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **fused):
-    options = {"weight_decay": decay, "nesterov": nesterov, **fused}
+def build_sgd(
+    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernels
+):
+    options = {"weight_decay": decay, "nesterov": nesterov, **kernels}
     optimizer = torch.optim.SGD(parameters, lr, momentum, **options)
     for parameter in parameters if momentum else ():
         # Fused SGD would leave them uninitialised if the very first step is skipped.
@@ -313,9 +315,9 @@ def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nester
 
 
 def build_adamw(
-    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **fused
+    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernels
 ):
-    return torch.optim.AdamW(parameters, lr, (momentum, 0.999), weight_decay=decay, **fused)
+    return torch.optim.AdamW(parameters, lr, (momentum, 0.999), weight_decay=decay, **kernels)
 
 
 OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}
@@ -329,8 +331,9 @@ def build_optimizer(
     It is fused: one pass over the memory, and a skipped step costs no wait of the host.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    sharded = hasattr(parameters[0], "full_tensor")  # torch has no fused SGD for them
-    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, fused=not sharded)
+    sharded = hasattr(parameters[0], "full_tensor")
+    kernels = {"foreach" if sharded and name == "sgd" else "fused": True}  # torch lacks that one
+    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, **kernels)
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:
@@ -521,10 +524,10 @@ class WeightAverage(AveragedModel):
         super().__init__(net)
         self.kind, self.epochs, self.decay = kind, epochs, decay
         averaged = {id(p) for p in self.parameters() if p.is_floating_point() or p.is_complex()}
-        for norm in batch_norms(self.module):
+        for norm in batch_norms(self.module) if kind == "ema" else ():
             averaged |= {id(norm.running_mean), id(norm.running_var)}
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        self.fades = [id(value) in averaged for value in tensors]
+        self.averaged = [id(value) in averaged for value in tensors]
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
 
@@ -540,21 +543,21 @@ class WeightAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, net: nn.Module) -> None:
-        if self.kind == "swa" or self.n_averaged == 0:
-            super().update_parameters(net)  # copies every buffer
-        else:
-            # torch's class would copy `n_averaged` to the device, and wait for that, in each step.
-            both = ([*module.parameters(), *module.buffers()] for module in (self.module, net))
-            groups: dict[Any, list] = {}
-            for fades, mine, new in zip(self.fades, *both, strict=True):
-                groups.setdefault((fades, type(mine)), []).append((mine, new))
-            for (fades, _), pairs in groups.items():  # sharded tensors by themselves
-                mine, new = zip(*pairs)
-                if fades:
-                    torch._foreach_lerp_(mine, new, 1 - self.decay)
-                else:
-                    torch._foreach_copy_(mine, new)
-            self.n_averaged += 1
+        # torch's class would copy `n_averaged` to the device, and wait for that, in each step. On
+        # a GPU it divides by it in float32, whatever the type of the parameters is.
+        n = int(self.n_averaged)
+        share = 1 - self.decay if self.kind == "ema" and n else 1 / (n + 1)  # of the new values
+        both = ([*module.parameters(), *module.buffers()] for module in (self.module, net))
+        groups: dict[Any, list] = {}
+        for averaged, mine, new in zip(self.averaged, *both, strict=True):
+            groups.setdefault((averaged, type(mine)), []).append((mine, new))
+        for (averaged, _), pairs in groups.items():  # sharded tensors by themselves
+            mine, new = zip(*pairs)
+            if averaged:
+                torch._foreach_lerp_(mine, new, share)
+            else:
+                torch._foreach_copy_(mine, new)
+        self.n_averaged += 1
         averages, parameters = list(self.module.parameters()), list(net.parameters())
         for i in self.infinite:  # by design: the mean of two infinities would be NaN
             finite = parameters[i].isfinite()

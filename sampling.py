@@ -161,7 +161,7 @@ class GlobalBatchSampler(Sampler):
             problem = f"cannot be cut into {world_size} ranks x {accum_steps} micro-batches"
             raise UsageError(f"--batch-size {batch_size} {problem}; it must be at least {least}")
         self.steps_per_epoch = length // batch_size
-        self.epoch = self.step = 0
+        self.set_position(0, 0)
         self.balanced = balanced
         if balanced:
             classes = class_numbers(dataset)
@@ -169,13 +169,13 @@ class GlobalBatchSampler(Sampler):
             self.sizes = np.bincount(classes).astype(np.uint64)
 
     def set_position(self, epoch: int, step: int) -> None:
-        self.epoch, self.step = epoch, step
+        self.epoch, self.steps = epoch, range(step, self.steps_per_epoch)
 
     def __len__(self) -> int:
-        return self.steps_per_epoch - self.step
+        return len(self.steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        for step in range(self.step, self.steps_per_epoch):
+        for step in self.steps:
             batch = torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
             micro_batches = batch.tensor_split(self.accum_steps)
             slices = [m.tensor_split(self.world_size)[self.rank] for m in micro_batches]
@@ -220,15 +220,15 @@ class ShardSampler(Sampler):
         if length == 0:
             raise UsageError("the evaluation set is empty")
         self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
-        self.starts = range(0, length, self.batch_size)[rank::world_size]
+        self.steps = range(0, length, self.batch_size)[rank::world_size]
         most = len(range(0, length, self.batch_size)[::world_size])
-        self.missing = most - len(self.starts)  # 1 if rank 0 has one batch more
+        self.missing = most - len(self.steps)  # 1 if rank 0 has one batch more
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        for start in self.starts:
+        for start in self.steps:
             yield 0, list(range(start, min(start + self.batch_size, self.length)))
 
 
@@ -306,32 +306,16 @@ def build_loader(
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": leave_signals_to_parent}
-        sampler = _Late(sampler)
     keyed = KeyedDataset(dataset, seed, skip_corrupt)
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
+        steps, sampler.steps = sampler.steps, ()  # an iteration without a batch starts them
         processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.14
+        sampler.steps = steps
         # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
         multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
-        sampler.begun = True
     return loader
-
-
-class _Late(Sampler):
-    """Yields nothing until `begun`.
-
-    A DataLoader starts its workers in the first iteration: so one empty iteration starts them here.
-    """
-
-    def __init__(self, sampler: Sampler) -> None:
-        self.sampler, self.begun = sampler, False
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.sampler) if self.begun else iter(())
 
 
 def leave_signals_to_parent(*_: int) -> None:

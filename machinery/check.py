@@ -57,6 +57,8 @@ def become_child(*given: Any) -> None:
     """Keep what the fork has brought along: none of it is copied through a pipe."""
     global _given
     leave_signals_to_parent()
+    # A fork cannot use the accelerator. torch's Adam would ask it before a step.
+    torch.get_device_module().is_available = lambda: False
     torch.set_num_threads(1)  # a fork does not have the threads of its parent
     gc.freeze()  # to look for garbage in what the two share would copy it, page by page
     _given = given

@@ -380,6 +380,10 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
     wrong = device_type != "cpu" and here > available and not by_srun
     advice = f"use {available}, or --device cpu"
     refuse(wrong, f"{here} processes or replicas, but only {available} accelerators; {advice}")
+    powersgd = args.grad_compress == "powersgd"
+    wrong = powersgd and device_type == "cpu" and torch.accelerator.is_available()
+    advice = "torch's hook waits for a GPU that it sees; hide it with CUDA_VISIBLE_DEVICES=''"
+    refuse(wrong, f"--grad-compress powersgd beside --device cpu: {advice}")
     least = world_size * args.accum_steps
     pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
     problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"

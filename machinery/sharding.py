@@ -42,8 +42,7 @@ def join_forwards(model: nn.Module, loader: DataLoader, device: torch.device, am
 
     In each forward of a sharded network every rank sends its part of the parameters.
     """
-    sampler = loader.batch_sampler
-    for _ in range(getattr(sampler, "sampler", sampler).missing):
+    for _ in range(loader.batch_sampler.missing):
         inputs, _ = to_device(loader.dataset.__getitems__((0, [0])), device)
         with autocast(device, amp):
             model(inputs)

@@ -50,8 +50,8 @@ class State:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
         for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
-            if "fused" in now:  # it belongs to the device, which may be another one
-                group["fused"] = now["fused"]
+            for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
+                group[name] = now[name]
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         optimizer = dict(checkpoint["optimizer"])

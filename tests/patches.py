@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from harness import TASKS, run_processes
 from launches import MEASURED
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
 import machinery.processes
@@ -40,6 +41,18 @@ BASE = (
     "30",
 )
 BASE += ("--log-every", "1", "--warmup-epochs", "1", "--timeout", "30")
+
+
+class Operations(TorchDispatchMode):
+    """Notes what torch computes, by its own names."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
 
 
 def in_process(function):

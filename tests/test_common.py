@@ -418,10 +418,11 @@ def test_optimizer_that_was_not_fused_goes_on_here(tmp_path, handlers):
     path = run.files.directory / "last.pt"
     saved = torch.load(path, weights_only=True)
     for group in saved["optimizer"]["param_groups"]:
-        group["fused"] = False  # as that of shards
+        group.update(fused=None, foreach=True)  # as that of shards
     torch.save(saved, path)
     run = make_run(tmp_path, "--resume", "auto")
     assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [True]
+    assert not run.state.optimizer.param_groups[0]["foreach"], "it would be used, and skip nothing"
 
 
 def test_settings_of_powersgd():

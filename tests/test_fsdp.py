@@ -14,12 +14,13 @@ from harness import (
     deviation,
     in_group,
     make_args,
+    optimizer_of,
     single_run,
     train,
     undisturbed,
 )
 from launches import free_port
-from patches import BASE, stop_after, without_speed
+from patches import BASE, Operations, stop_after, without_speed
 from torch import nn
 
 import common
@@ -141,11 +142,13 @@ def test_ranks_of_one_row_share_a_copy(tmp_path):
             del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
 
 
-def test_nan_on_one_rank_is_skipped_by_all(tmp_path):
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_nan_on_one_rank_is_skipped_by_all(optimizer, tmp_path):
     from patches import change_training_loss
 
     change = functools.partial(change_training_loss, make_nan)
-    result = train("fsdp", 3, *NET, folder=tmp_path, patch=change)
+    argv = (*NET, "--optimizer", optimizer, "--lr", "0.01")
+    result = train("fsdp", 3, *argv, folder=tmp_path, patch=change)
     assert result.code == 0, result.err
     assert sum(line["skipped"] for line in result.train_lines()) == 1
     assert all(value.isfinite().all() for value in result.checkpoint()["model"].values())
@@ -268,6 +271,27 @@ def test_ranks_of_a_row_hold_the_whole():
 def test_each_rank_holds_its_share():
     shares = [float(out) for out in in_group(4, functools.partial(shares_of, "mlp"))]
     assert max(shares) <= 0.26 and sum(shares) == pytest.approx(1)
+
+
+def print_kernels(name):
+    import machinery.sharding
+
+    net = NETS["mlp"]()
+    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
+    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh)
+    optimizer = optimizer_of(make_args("single", "--optimizer", name), net)
+    net(torch.ones(2, 64)).sum().backward()
+    optimizer.step()  # makes its state
+    with Operations() as operations:
+        optimizer.step()
+    print(*operations.names)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("sgd", "_foreach_add_"), ("adamw", "_fused_adamw_")])
+def test_kernels_of_shards(name, kernel):
+    """Torch takes sharded tensors one by one unless it is told otherwise."""
+    for names in in_group(2, functools.partial(print_kernels, name)):
+        assert kernel in names.split() and len(names.split()) < 12, names
 
 
 def test_parts_that_are_sharded_each_for_itself():

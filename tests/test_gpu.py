@@ -72,7 +72,7 @@ def test_host_waits_only_where_the_run_logs(amp, options, tmp_path):
 def test_waiting_would_be_seen(tmp_path):
     patch = functools.partial(forbid_waiting, read_a_number)
     result = train("single", 1, *CONV, "--device", GPU, folder=tmp_path, patch=patch)
-    assert result.code == 1 and "synchroniz" in result.err
+    assert result.code == 1 and "called a synchronizing" in result.err
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -145,7 +145,14 @@ def test_nccl_with_one_rank(options, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--amp", "bf16"], ["--amp", "fp16"], ["--compile"], ["--channels-last", "--amp", "bf16"]],
+    [
+        [],
+        ["--amp", "bf16"],
+        ["--amp", "fp16"],
+        ["--compile"],
+        ["--channels-last", "--amp", "bf16"],
+        ["--optimizer", "adamw", "--lr", "0.001"],
+    ],
     ids=" ".join,
 )
 def test_run_sh_trains_on_the_gpu_by_itself(options, tmp_path):
@@ -164,7 +171,10 @@ def share_the_gpu(rank):
     train_ddp.backend = train_spawn.backend = lambda device: f"cpu:gloo,{GPU}:gloo"
 
 
-@pytest.mark.parametrize("options", [[], ["--average", "ema"], ["--average", "swa"]], ids=" ".join)
+MEAN = ["--average", "swa", "--swa-start", "0", "--epochs", "3"]
+
+
+@pytest.mark.parametrize("options", [[], ["--average", "ema"], MEAN], ids=" ".join)
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_on_one_gpu_compute_what_one_of_them_computes(n, options, tmp_path):
     argv = (*EXACT, "--accum-steps", "2", "--device", GPU, *options)
@@ -173,6 +183,16 @@ def test_ranks_on_one_gpu_compute_what_one_of_them_computes(n, options, tmp_path
     assert one.code == many.code == 0, many.err
     assert deviation(many.gradients[0][0], one.gradients[0][0]) < 1e-10
     assert deviation(many.checkpoint()["model"], one.checkpoint()["model"]) < 1e-8
+
+
+def test_average_is_that_of_the_cpu(tmp_path):
+    """On a GPU torch's own mean divides in float32."""
+    runs = [
+        train("single", 1, *EXACT, *MEAN, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)
+    ]
+    assert [run.code for run in runs] == [0, 0], runs[1].err
+    cpu, gpu = (run.checkpoint()["average"] for run in runs)
+    assert cpu["n_averaged"] == gpu["n_averaged"] == 3 and deviation(gpu, cpu) < 1e-9
 
 
 def two_replicas_on_one_gpu(rank):

@@ -306,6 +306,17 @@ def test_power_sgd_with_a_changing_scale_is_refused():
         assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
 
 
+def test_power_sgd_on_the_cpu_beside_a_gpu_is_refused(monkeypatch):
+    """Torch's hook waits for the GPU that the buckets are on, if there is a GPU."""
+    argv = ["--grad-compress", "powersgd", "--device", "cpu"]
+    assert make_args("spawn", *argv).grad_compress == "powersgd"
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    with pytest.raises(common.UsageError, match="hide it with CUDA_VISIBLE_DEVICES=''"):
+        make_args("spawn", *argv)
+    assert make_args("spawn", "--device", "cpu").grad_compress == "none"
+
+
 def print_traces():
     def traces():
         threads = next(

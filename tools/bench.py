@@ -144,7 +144,7 @@ def take_turns(
             torch.cuda.set_sync_debug_mode("warn")
             yield from window()
             torch.cuda.set_sync_debug_mode("default")
-        syncs = sum("synchroniz" in str(warning.message) for warning in seen)
+        syncs = sum("called a synchronizing" in str(warning.message) for warning in seen)
         found["syncs"] = syncs / (SETTLE + steps)
     result.write_text(json.dumps(found))
     raise Stopped(0, "")

@@ -89,7 +89,9 @@ mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(n
 mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self.grad_scaler.get_scale() * nn.utils.get_total_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
 mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
-mutant("optimizer: never fused", "common", "fused=not sharded", "fused=False", "test_pitfall_36_steps_do_not_wait")
+mutant("optimizer: never fused", "common", '"foreach" if sharded and name == "sgd" else "fused"', '"foreach"', "test_pitfall_36_steps_do_not_wait")
+mutant("optimizer: of shards, parameter by parameter", "common", '"foreach" if sharded and name == "sgd" else "fused": True', '"fused": not sharded',
+       "test_kernels_of_shards")
 FUSED = "test_guard_of_a_fused_step_reads_nothing_and_computes_little"
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", FUSED)
 mutant("scaler: a fused step waits for the host", "common", 'if optimizer.defaults.get("fused"):', "if False:", FUSED)
@@ -191,10 +193,10 @@ mutant("ema: all buffers averaged", "common", "[id(value) in averaged for value"
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
 mutant("ema: the variance is a copy", "common", "{id(norm.running_mean), id(norm.running_var)}", "{id(norm.running_mean)}",
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
-mutant("ema: statistics forget twice as slowly", "common", "1 - self.decay)", "(1 - self.decay) / 2)",
+mutant("ema: statistics forget twice as slowly", "common", "share = 1 - self.decay if", "share = (1 - self.decay) / 2 if",
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
-mutant("ema: the first statistics count a hundredth", "common", 'self.kind == "swa" or self.n_averaged == 0',
-       'self.kind == "swa"', "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
+mutant("ema: the first statistics count a hundredth", "common", 'self.kind == "ema" and n else',
+       'self.kind == "ema" else', "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
 mutant("meter: a new name is welcome", "common",
        "        if self.sums:\n            self._check_names(values)", "        if False:\n            self._check_names(values)",
        "test_metric_of_some_batches_alone_ends_the_run[single-1]")
@@ -336,8 +338,10 @@ mutant("swa: a saw-tooth has no cycle", "common", 'CYCLES = ["cyclic", "sawtooth
 
 # What accelerators would meet
 mutant("average: a complex parameter is a copy", "common", " or p.is_complex()}", "}", "test_average_has_the_bits_of_torchs_own")
-mutant("ema: waits for the device", "common", 'self.kind == "swa" or self.n_averaged == 0', "True",
-       "test_step_of_ema_copies_nothing_from_the_host")
+mutant("average: waits for the device", "common", "torch._foreach_lerp_(mine, new, share)", "super().update_parameters(net)",
+       "test_average_copies_nothing_from_the_host")
+mutant("swa: statistics averaged", "common", 'if kind == "ema" else ()', "", "test_average_is_torchs_own[swa]")
+mutant("swa: each epoch counts as much as all before", "common", "else 1 / (n + 1)", "else 1 / min(n + 1, 2)", "test_average_is_torchs_own[swa]")
 mutant("powersgd: waits for every backend", "common", 'if bucket.buffer().device.type == "cpu":', "if True:",
        "test_power_sgd_waits_for_gloo_alone")
 mutant("powersgd: waits for no backend", "common", 'if bucket.buffer().device.type == "cpu":', "if False:",

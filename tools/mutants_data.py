@@ -26,7 +26,7 @@ mutant("permuted: what lands beyond the length goes to the front", "sampling", "
        "samples[beyond] - length", ONCE)
 mutant("permuted: many places beyond the length", "sampling", "-length % tried", "length % tried",
        "test_few_places_of_the_grid_lie_beyond_the_length")
-mutant("sampler: a resumed epoch starts anew", "sampling", "self.epoch, self.step = epoch, step", "self.epoch, self.step = epoch, 0",
+mutant("sampler: a resumed epoch starts anew", "sampling", "range(step, self.steps_per_epoch)", "range(self.steps_per_epoch)",
        "test_resuming_at_any_step_yields_exactly_the_rest[1]")
 mutant("sampler: all ranks take the same piece", "sampling", "tensor_split(self.world_size)[self.rank] for",
        "tensor_split(self.world_size)[0] for", PIECES)
@@ -45,8 +45,8 @@ mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > lengt
 mutant("evaluation: shards padded to the same length", "sampling", "min(start + self.batch_size, self.length)",
        "start + self.batch_size", SHARDS)
 mutant("evaluation: every rank starts at sample 0", "sampling", "[rank::world_size]", "[0::world_size]", SHARDS)
-mutant("evaluation: the last batch is dropped", "sampling", "self.starts = range(0, length, self.batch_size)[",
-       "self.starts = range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
+mutant("evaluation: the last batch is dropped", "sampling", "self.steps = range(0, length, self.batch_size)[",
+       "self.steps = range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
 mutant("augmentation: no seed per sample", "sampling", "seed_generators(sample_key(index))", "pass",
        f"{AUGMENTED}[3-1-0-per sample]")
 mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(KeyedDataset.epoch_key, index)", "splitmix64(0, index)",
@@ -79,7 +79,7 @@ mutant("data: the replacement is drawn as the broken one", "sampling",
        "test_broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("workers: start when the ranks have met", "sampling", "        processes = iter(loader)._workers\n", "        processes = []\n",
        "test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy[ddp]")
-mutant("workers: load what is not wanted", "sampling", "        sampler = _Late(sampler)\n", "        sampler.begun = True\n",
+mutant("workers: load what is not wanted", "sampling", "steps, sampler.steps = sampler.steps, ()", "steps = sampler.steps",
        "test_workers_load_nothing_that_a_resumed_run_skips")
 mutant("balanced: every sample equally often", "sampling", "if not self.balanced:", "if True:",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")

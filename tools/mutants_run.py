@@ -192,8 +192,10 @@ mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stoppi
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
        "test_stop_that_could_not_be_saved_says_so")
 mutant("resume: fused of the other device", "machinery/state",
-       'group["fused"] = now["fused"]',
+       "group[name] = now[name]",
        "pass",
+       "test_optimizer_that_was_not_fused_goes_on_here")
+mutant("resume: the loop over tensors of shards", "machinery/state", '{"fused", "foreach"}', '{"fused"}',
        "test_optimizer_that_was_not_fused_goes_on_here")
 
 # ----------------------------------------------------------------------------------------------------------------------- machinery/files.py
@@ -325,7 +327,7 @@ mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0
        "test_restarted_process_goes_on_or_begins_anew")
 mutant("folder: a task of one's own is called digits", "machinery/files", 'if args.task == TASK else Path(args.task).stem', "",
        "test_folder_of_a_run_without_a_name")
-mutant("resume: every optimizer can be fused", "machinery/state", 'if "fused" in now:', "if True:",
+mutant("resume: every optimizer can be fused", "machinery/state", '{"fused", "foreach"} & now.keys()', '{"fused", "foreach"}',
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
 mutant("best: highest loss", "machinery/run", '-1 if name == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
 mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or known[0]', "name = known[0]",
