@@ -337,7 +337,7 @@ mutant("metrics: views with all of their memory", "common", "v.detach().cpu().cl
 mutant("swa: a saw-tooth has no cycle", "common", 'CYCLES = ["cyclic", "sawtooth"]', 'CYCLES = ["cyclic"]', SWA_EPOCHS)
 
 # What accelerators would meet
-mutant("average: a complex parameter is a copy", "common", " or p.is_complex()}", "}", "test_average_has_the_bits_of_torchs_own")
+mutant("average: a complex parameter is a copy", "common", " or p.is_complex()}", "}", "test_average_is_torchs_own")
 mutant("average: waits for the device", "common", "torch._foreach_lerp_(mine, new, share)", "super().update_parameters(net)",
        "test_average_copies_nothing_from_the_host")
 mutant("swa: statistics averaged", "common", 'if kind == "ema" else ()', "", "test_average_is_torchs_own[swa]")
