@@ -42,7 +42,7 @@ def check_run(
     if together and os.environ.get("LOCAL_RANK", "0") != "0":
         return  # the first rank of this machine looks; the launcher ends the others with it
     on_cpu = resolve_device_type(args.device) == "cpu"  # a forked child cannot ask
-    given = (args, task, train_set, val_set, net, on_cpu)
+    given = (torch.get_device_module(), args, task, train_set, val_set, net, on_cpu)
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, context, become_child, given) as pool:
         try:
@@ -53,12 +53,12 @@ def check_run(
                 raise
 
 
-def become_child(*given: Any) -> None:
+def become_child(accelerator: Any, *given: Any) -> None:
     """Keep what the fork has brought along: none of it is copied through a pipe."""
     global _given
     leave_signals_to_parent()
     # A fork cannot use the accelerator. torch's Adam would ask it before a step.
-    torch.get_device_module().is_available = lambda: False
+    accelerator.is_available = lambda: False
     torch.set_num_threads(1)  # a fork does not have the threads of its parent
     gc.freeze()  # to look for garbage in what the two share would copy it, page by page
     _given = given

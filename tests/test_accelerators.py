@@ -212,7 +212,8 @@ def test_check_of_adam_does_not_look_for_the_accelerator(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
-    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    for name in ("_accelerator_getAccelerator", "_get_accelerator"):  # of torch 2.14 and of 2.8
+        monkeypatch.setattr(torch._C, name, lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
     argv = ("--device", "cpu", "--optimizer", "adamw", "--lr", "0.001")
     with pytest.raises(RuntimeError, match="forked subprocess"):
