@@ -7,6 +7,7 @@ the helpers that communicate change nothing: a loop needs no branch on the mode.
 from __future__ import annotations
 
 import bisect
+import copy
 import fnmatch
 import itertools
 import math
@@ -90,7 +91,7 @@ def sync_buffers(net: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
     if any(hasattr(parameter, "full_tensor") for parameter in net.parameters()):
         return  # sharded: no two ranks hold the same numbers
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
     extremes = torch.cat([sums, ~sums])  # ~ reverses the order and, unlike -, never overflows
@@ -109,10 +110,11 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
 
     DDP sorts them once, in the order in which the first backward finishes. The last bit of a sum
     over three or more ranks depends on the place of a gradient in its bucket. This backward is
-    run for its order alone: gradients and buffers are put back.
+    run for its order alone: all that it may change in the network is put back.
     """
-    device = next(model.parameters()).device
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    net, device = model.module, next(model.parameters()).device
+    state = copy.deepcopy(net.state_dict())
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # some are not in it
     epoch, indices = 0, [0, 0]  # BatchNorm needs two samples
     inputs, targets = to_device(loader.dataset.__getitems__((epoch, indices)), device)
     train_mode(model)
@@ -120,8 +122,9 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
         losses = loss(model(inputs), targets)
     losses.sum().backward()
     model.zero_grad(set_to_none=True)
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    net.load_state_dict(state)
+    for name, buffer in net.named_buffers():
+        buffer.copy_(buffers[name])
 
 
 def compress_gradients(model: nn.Module, method: str, scaler: StepGuard) -> None:
@@ -290,7 +293,9 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     bad = [n for n, value in fits.items() if became_non_finite(value.to(own[n].dtype), own[n])]
     if bad:
         raise UsageError(f"{source}: {', '.join(bad[:5])} is not finite")
-    net.load_state_dict(fits, strict=False)
+    loaded = net.state_dict()  # with the version of each module, for which some look
+    loaded.update(fits)
+    net.load_state_dict(loaded)
     print0(f"weights: {len(fits)} of the model's {len(own)} tensors are from {source}")
     for name in [name for name in own if name not in fits]:
         absent = shapes.get(name) is None
@@ -530,6 +535,9 @@ class WeightAverage(AveragedModel):
         self.averaged = [id(value) in averaged for value in tensors]
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
+        plain = nn.Module.get_extra_state
+        modules = enumerate(self.module.modules())
+        self.extra = [i for i, module in modules if type(module).get_extra_state is not plain]
 
     def after_step(self, net: nn.Module) -> None:
         if self.kind == "ema":
@@ -562,6 +570,20 @@ class WeightAverage(AveragedModel):
         for i in self.infinite:  # by design: the mean of two infinities would be NaN
             finite = parameters[i].isfinite()
             averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
+        averages, modules = list(self.module.modules()), list(net.modules())
+        for i in self.extra:
+            averages[i].set_extra_state(copy.deepcopy(modules[i].get_extra_state()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged network's, under the names of the bare one, and `n_averaged`."""
+        state = self.module.state_dict()
+        state["n_averaged"] = self.n_averaged
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        state = copy.copy(state)
+        self.n_averaged.fill_(state.pop("n_averaged"))
+        self.module.load_state_dict(state)
 
 
 def swa_epochs(

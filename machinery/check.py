@@ -99,9 +99,10 @@ def check(
         for parameter in net.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
-        torch.save(optimizer.state_dict(), file := io.BytesIO())
-        file.seek(0)
-        torch.load(file, weights_only=True)  # else no run could go on
+        read_back(optimizer.state_dict())
+    others = {n: v for n, v in net.state_dict().items() if not isinstance(v, torch.Tensor)}
+    with blame(f"--task {args.task}: get_extra_state of the model", args.task):
+        read_back(others)
     with blame(f"--resume {args.resume}: not a checkpoint of this program"):
         _, checkpoint = find_checkpoint(args, length)
     if checkpoint:
@@ -121,6 +122,13 @@ def check(
     lists = "" if task.dataset_metrics else ", ".join(meter.lists)
     advice = "without a function of this name in the task nobody uses them"
     refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
+
+
+def read_back(value: Any) -> None:
+    """Raise if a checkpoint could hold the value, but no run could load it."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    torch.load(file, weights_only=True)
 
 
 @torch.no_grad()

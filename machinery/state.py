@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import Any
@@ -33,14 +34,13 @@ class State:
 
         Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them.
         """
-        average = whole(self.average.state_dict())
         return {
             "format": common.FORMAT,
             "model": whole(self.net.state_dict()),
             "optimizer": whole(self.optimizer.state_dict()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": {name.removeprefix("module."): value for name, value in average.items()},
+            "average": whole(self.average.state_dict()),
             "epoch": self.epoch,
             "step": self.step,
             "global_step": self.global_step,
@@ -55,9 +55,9 @@ class State:
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         optimizer = dict(checkpoint["optimizer"])
-        own = optimizer["state"].items()
-        optimizer["state"] = {
-            i: cut_like(values, dict.fromkeys(values, parameters[i])) for i, values in own
+        optimizer["state"] = {  # an optimizer may also keep something under another key
+            i: cut_like(values, dict.fromkeys(values, parameters[i])) if type(i) is int else values
+            for i, values in optimizer["state"].items()
         }
         self.optimizer.load_state_dict(optimizer)
         for i, parameter in enumerate(parameters):
@@ -73,10 +73,8 @@ class State:
                     now[name] = saved.to(now[name].device)
         for name in ("scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])
-        average = checkpoint["average"].items()
-        names = {name: name if name == "n_averaged" else f"module.{name}" for name, _ in average}
-        average = {names[name]: value for name, value in average}
-        self.average.load_state_dict(cut_like(average, self.average.state_dict()))
+        own = self.average.state_dict()
+        self.average.load_state_dict(cut_like(checkpoint["average"], own))
         for name in ("epoch", "step", "global_step", "best"):
             setattr(self, name, checkpoint[name])
         # Compute the rates anew, so that more --epochs take effect at once.
@@ -88,7 +86,9 @@ class State:
 def whole(value: Any) -> Any:
     """Return a copy of dicts and lists, whole tensors on rank 0's CPU. Call it on every rank."""
     if isinstance(value, dict):
-        return {name: whole(item) for name, item in value.items()}
+        found = copy.copy(value)  # with the versions of modules, for which some look when they load
+        found.update({name: whole(item) for name, item in value.items()})
+        return found
     if isinstance(value, (list, tuple)):
         return type(value)(whole(item) for item in value)
     if not isinstance(value, Tensor):
@@ -117,7 +117,7 @@ def joined(shards: Tensor) -> Tensor:
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return the whole tensors, each cut among the ranks as the tensor of that name in `own`."""
-    found = dict(values)
+    found = copy.copy(values)
     for name, value in values.items():
         like = own.get(name)
         if hasattr(like, "full_tensor") and getattr(value, "shape", None) == like.shape:

@@ -27,6 +27,7 @@ from sampling import seed_generators, seed_rng
 # Names in a line of metrics.jsonl that are no metric.
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
 RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 fresh: dict[Path, ModuleType] = {}  # what parse_args has just loaded, for load_task
 
 
@@ -57,6 +58,10 @@ def default_optimizer(args: argparse.Namespace, net: nn.Module) -> torch.optim.O
         return common.build_optimizer(net, args.optimizer, *settings)
 
 
+# They read the weights of their parts without calling them.
+READ_THEIR_PARTS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+
+
 def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
@@ -69,11 +74,14 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> list[nn.Module]:
         size = sum(parameter.numel() for parameter in module.parameters())
-        if 256 * size < total or all(p.dim() < 2 for p in module.parameters()):
+        lists = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # they have no forward
+        if 256 * size < total or all(p.dim() < 2 for p in module.parameters()) or lists:
             return []
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # it has no forward
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # nor has a list of modules
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
         shared = any(uses[parameter] > times for parameter, times in inside.items())
+        if isinstance(module, READ_THEIR_PARTS):
+            return [] if shared else [module]
         fits = 8 * size <= total or not [*module.children()]
         if fits and not container and not shared:
             return [module]
@@ -210,6 +218,14 @@ def build_net(args: argparse.Namespace, task: Task) -> nn.Module:
             raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
+        if hasattr(args, "shard_size") and isinstance(tensor, nn.Parameter) and not tensor.dim():
+            raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
+    own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
+    if args.sync_bn and own:
+        names = ", ".join(sorted(kind.__name__ for kind in own))
+        raise UsageError(
+            f"--sync-bn would take the place of {names}, with all they do; leave it out"
+        )
     net.to(getattr(torch, args.dtype))
     if args.weights not in (None, "default"):  # only the task knows the default ones
         option = f"--weights {args.weights}"

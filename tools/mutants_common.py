@@ -40,7 +40,9 @@ mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", 
        "test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation")
 mutant("sync_buffers: weights not compared", "common", "zip(names, largest, smallest) if a != b", "[]",
        "test_pitfall_27_forward_past_the_wrapper_is_noticed")
-mutant("first backward: buffers keep a trace", "common", "buffer.copy_(before)", "pass", f"{BITWISE}[ddp-2-9]")
+mutant("first backward: buffers keep a trace", "common", "buffer.copy_(buffers[name])", "pass", f"{BITWISE}[ddp-2-9]")
+mutant("first backward: parameters keep a trace", "common", "    net.load_state_dict(state)\n    for name, buffer", "    for name, buffer",
+       "test_run_with_ranks_begins_as_one_without")
 mutant("first backward: gradients stay", "common", "    model.zero_grad(set_to_none=True)\n", "", f"{BITWISE}[ddp-2-9]")
 mutant("compression: bf16 sent as fp16", "common", 'f"{method}_compress_hook"', '"fp16_compress_hook"',
        "test_compressed_gradients_differ_by_their_rounding[bf16]")
@@ -138,8 +140,13 @@ mutant("scaler: BatchNorm goes back to before the resume", "common", "torch.cat(
        "test_skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: ten in a row are forgotten", "common", "self.in_a_row < MAX_SKIPPED_IN_A_ROW,", "self.in_a_row < 99,",
        "test_ten_skipped_steps_in_a_row_are_remembered")
-mutant("weights: not loaded", "common", "    net.load_state_dict(fits, strict=False)\n", "",
+mutant("weights: not loaded", "common", "    loaded.update(fits)\n", "",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
+mutant("weights: without the versions of modules", "common", "loaded = net.state_dict()", "loaded = dict(net.state_dict())",
+       "test_file_is_loaded_by_a_network_that_asks_for_versions")
+mutant("average: extra state stays at the start", "common", "averages[i].set_extra_state(", "repr(",
+       "test_average_has_the_extra_state_of_the_network")
+mutant("ranks: int8 is unknown", "common", "integer = {1: torch.int8, 2:", "integer = {2:", "test_drift_of_a_parameter_of_one_byte_is_seen")
 mutant("weights: prefixes kept", "common", 'if part not in ("module", "_orig_mod"))', ")",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: what is left out is not named", "common",

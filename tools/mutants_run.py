@@ -369,8 +369,18 @@ mutant("end: the last epoch", "machinery/files", 'if "best.pt" in names:', "if n
 mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ', 'str(f"to go on: ',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("shards: optimizer state is not cut", "machinery/state", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
-mutant("shards: the average is not cut", "machinery/state", "self.average.load_state_dict(cut_like(average, self.average.state_dict()))", "self.average.load_state_dict(average)",
+mutant("shards: the average is not cut", "machinery/state", 'self.average.load_state_dict(cut_like(checkpoint["average"], own))', 'self.average.load_state_dict(checkpoint["average"])',
        "test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one[--average ema]")
+mutant("fsdp: parts that are read without a call", "machinery/tasks", "if isinstance(module, READ_THEIR_PARTS):", "if False:",
+       "test_shards_of_parts_that_are_read_without_a_call")
+mutant("fsdp: lists of parameters are called", "machinery/tasks", "for p in module.parameters()) or lists:", "for p in module.parameters()):",
+       "test_shards_of_parts_that_are_read_without_a_call")
+mutant("fsdp: a number is cut", "machinery/tasks", "if hasattr(args, \"shard_size\") and", "if False and", "test_network_that_cannot_work_is_refused")
+mutant("sync-bn: takes the place of any norm", "machinery/tasks", "if args.sync_bn and own:", "if False:", "test_network_that_cannot_work_is_refused")
+mutant("save: without the versions of modules", "machinery/state", "        found = copy.copy(value)\n        found.update({name: whole(item) for name, item in value.items()})", "        found = {name: whole(item) for name, item in value.items()}",
+       "test_file_is_loaded_by_a_network_that_asks_for_versions")
+mutant("resume: an optimizer keeps tensors alone", "machinery/state", " if type(i) is int else values", "", "test_resumed_run_is_the_uninterrupted_one")
+mutant("check: extra state is not read back", "machinery/check", "        read_back(others)\n", "        pass\n", "test_network_that_cannot_work_is_refused")
 mutant("fsdp: each micro-batch is synchronised", "train_fsdp", "model.set_requires_gradient_sync(i == args.accum_steps - 1)", "model.set_requires_gradient_sync(i == 0)", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]")
 mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
 mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")

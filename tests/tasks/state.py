@@ -1,0 +1,130 @@
+"""The small digits under networks that keep more than weights: `--model` names the kind."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pit_models import Net, build_datasets, per_sample_loss, per_sample_metrics
+
+__all__ = [
+    "build_datasets",
+    "build_model",
+    "build_optimizer",
+    "per_sample_loss",
+    "per_sample_metrics",
+]
+
+
+class Layer(nn.Module):
+    def forward(self, value):
+        return value * self.factor(value) if self.training else value
+
+
+class Replaced(Layer):
+    """Its buffer becomes another tensor in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()))
+
+    def factor(self, value):
+        self.gain = self.gain * 0.9 + 0.2
+        return self.gain
+
+
+class Teacher(Layer):
+    """Its parameter changes in each forward, as that of a mean teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def factor(self, value):
+        self.mean.data.mul_(0.9).add_(0.2)
+        return self.mean
+
+
+class Counts(Layer):
+    """It keeps a number that is no tensor, and asks for the version of what it loads."""
+
+    calls, _version = 0, 3
+
+    def factor(self, value):
+        self.calls += 1
+        return 1 + 1 / (1 + self.calls)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version") != 3:
+            raise ValueError(f"version {metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+class Unreadable(Counts):
+    def get_extra_state(self):
+        return type(self)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, value):
+        return super().forward(value).relu()
+
+
+class Parameters(nn.Module):
+    """A list of parameters, and a layer of attention, whose parts are read without a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList(torch.ones(32, 32) / 32 for _ in range(3))
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, value):
+        for matrix in self.list:
+            value = value + value @ matrix
+        return self.layer(value.unsqueeze(1)).squeeze(1)
+
+
+class Scalar(Layer):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def factor(self, value):
+        return self.scale
+
+
+KINDS = {
+    "replaced": Replaced,
+    "teacher": Teacher,
+    "counts": Counts,
+    "unreadable": Unreadable,
+    "norm": lambda: OwnNorm(32),
+    "parameters": Parameters,
+    "scalar": Scalar,
+}
+
+
+def build_model(args):
+    net = Net("plain")
+    net.between = KINDS[args.model]()
+    return net
+
+
+class WithText(torch.optim.SGD):
+    """Keeps something under a key that is no parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def build_optimizer(args, net):
+    return WithText([p for p in net.parameters() if p.requires_grad], args.lr, 0.9)

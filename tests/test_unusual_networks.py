@@ -1,0 +1,111 @@
+"""Networks that keep more than weights, or change them in a forward; what cannot work is refused by name."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import (
+    TASKS,
+    average_of,
+    check,
+    compare,
+    in_group,
+    make_args,
+    single_run,
+    train,
+    undisturbed,
+)
+from patches import BASE, stop_after, without_speed
+from torch import nn
+
+import common
+import machinery.tasks
+
+OWN = tuple(str(TASKS / "state.py") if part == BASE[1] else part for part in BASE)
+
+
+@pytest.mark.parametrize("kind", ["replaced", "teacher", "counts"])
+def test_run_with_ranks_begins_as_one_without(kind, tmp_path):
+    """DDP's order of buckets needs a forward before the first step: it must leave no trace."""
+    argv = (*OWN, "--model", kind)
+    deviations = compare(train("ddp", 1, *argv, folder=tmp_path), single_run(*argv))
+    assert max(deviations.values()) <= 1e-12, deviations
+
+
+@pytest.mark.parametrize("kind", ["replaced", "teacher", "counts"])
+@pytest.mark.parametrize("mode", ["single", "ddp"])
+def test_resumed_run_is_the_uninterrupted_one(mode, kind, tmp_path):
+    """Also what an optimizer keeps under a text, and the version of a module, come back."""
+    argv = (*OWN, "--model", kind, "--average", "ema")
+    whole = undisturbed(mode, 1, *argv)
+    stop = functools.partial(stop_after, 9)
+    assert train(mode, 1, *argv, folder=tmp_path, patch=stop).code == 143
+    resumed = train(mode, 1, *argv, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert without_speed(resumed.lines) == without_speed(whole.lines)
+    assert resumed.checkpoint()["optimizer"]["state"]["calls"] == 18
+    if kind == "counts":
+        for part in ("model", "average"):
+            assert resumed.checkpoint()[part]["between._extra_state"] == {"calls": 18}
+
+
+def test_file_is_loaded_by_a_network_that_asks_for_versions(tmp_path):
+    argv = (*OWN, "--model", "counts")
+    trained = train("single", 1, *argv, "--average", "ema", folder=tmp_path)
+    checkpoint = trained.checkpoint()
+    checkpoint["average"].pop("n_averaged")
+    args = make_args("single", *argv)
+    net = machinery.tasks.load_task(args).build_model(args)
+    for part in ("model", "average"):
+        net.load_state_dict(checkpoint[part], assign=True)
+        assert net.between.calls == 18
+    weights = ("--weights", trained.folder / "last.pt", "--output-dir", tmp_path / "again")
+    again = train("single", 1, *argv, *weights, folder=tmp_path)
+    assert again.code == 0 and "weights: 4 of the model's 4 tensors" in again.out, again.err
+
+
+def test_average_has_the_extra_state_of_the_network():
+    args = make_args("single", *OWN, "--model", "counts")
+    net = machinery.tasks.load_task(args).build_model(args)
+    average = average_of(make_args("single", "--average", "ema"), net)
+    net.between.calls = 7
+    average.update_parameters(net)
+    assert average.module.between.calls == 7
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_shards_of_parts_that_are_read_without_a_call(n, tmp_path):
+    argv = (*OWN, "--model", "parameters")
+    deviations = compare(train("fsdp", n, *argv, folder=tmp_path), single_run(*argv))
+    assert max(deviations.values()) <= 1e-10, deviations
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("single", "unreadable", "get_extra_state of the model: UnpicklingError"),
+        ("ddp", "norm --sync-bn", "--sync-bn would take the place of OwnNorm"),
+        ("fsdp", "scalar", "build_model: fsdp cannot cut between.scale; give it the shape"),
+    ],
+)
+def test_network_that_cannot_work_is_refused(mode, options, message):
+    with pytest.raises(common.UsageError, match=message):
+        check(mode, 2, *OWN, "--model", *options.split())
+    check("ddp", 2, *OWN, "--model", options.split()[0].replace("unreadable", "counts"))
+
+
+def check_whole_numbers():
+    net = nn.Linear(2, 2)
+    net.order = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
+    common.sync_buffers(net)
+    net.order.data[2] += dist.get_rank()
+    try:
+        common.sync_buffers(net)
+    except RuntimeError as error:
+        print(error)
+
+
+def test_drift_of_a_parameter_of_one_byte_is_seen():
+    found = in_group(2, check_whole_numbers)
+    assert all(out.startswith("parameters differ between ranks: order;") for out in found)
