@@ -66,7 +66,8 @@ def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
 def test_collector_of_the_check_leaves_alone_what_it_shares_with_the_run():
     """Else each collection in the child would copy the memory of all modules and lists of files."""
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, context, machinery.check.become_child) as pool:
+    accelerator = torch.get_device_module()
+    with ProcessPoolExecutor(1, context, machinery.check.become_child, (accelerator,)) as pool:
         assert pool.submit(gc.get_freeze_count).result(timeout=60) > 10_000
     assert gc.get_freeze_count() == 0, "in the run itself all is as it was"
 

@@ -613,7 +613,7 @@ def differences(ours: Any, theirs: Any, tolerance: float, where: str = "") -> It
         if not isinstance(ours, dict) or ours.keys() != theirs.keys():
             yield f"{where}: {shorten(ours)} has other keys than {shorten(theirs)}"
             return
-        for key in theirs.keys() - {"fused"}:  # an optimizer of shards is not
+        for key in theirs.keys() - {"fused", "foreach"}:  # they belong to the mode
             yield from differences(ours[key], theirs[key], tolerance, f"{where}.{key}".lstrip("."))
     elif isinstance(theirs, (list, tuple)):
         if not isinstance(ours, (list, tuple)) or len(ours) != len(theirs):
