@@ -25,7 +25,7 @@ import machinery.tasks
 OWN = tuple(str(TASKS / "state.py") if part == BASE[1] else part for part in BASE)
 
 
-@pytest.mark.parametrize("kind", ["replaced", "teacher", "counts"])
+@pytest.mark.parametrize("kind", ["passing", "replaced", "teacher", "counts"])
 def test_run_with_ranks_begins_as_one_without(kind, tmp_path):
     """DDP's order of buckets needs a forward before the first step: it must leave no trace."""
     argv = (*OWN, "--model", kind)

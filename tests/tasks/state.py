@@ -35,6 +35,18 @@ class Replaced(Layer):
         return self.gain
 
 
+class Passing(Layer):
+    """Its buffer is in no state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()), persistent=False)
+
+    def factor(self, value):
+        self.gain.mul_(0.9).add_(0.2)
+        return self.gain.clone()
+
+
 class Teacher(Layer):
     """Its parameter changes in each forward, as that of a mean teacher."""
 
@@ -103,6 +115,7 @@ class Scalar(Layer):
 
 KINDS = {
     "replaced": Replaced,
+    "passing": Passing,
     "teacher": Teacher,
     "counts": Counts,
     "unreadable": Unreadable,
