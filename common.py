@@ -293,7 +293,7 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     bad = [n for n, value in fits.items() if became_non_finite(value.to(own[n].dtype), own[n])]
     if bad:
         raise UsageError(f"{source}: {', '.join(bad[:5])} is not finite")
-    loaded = net.state_dict()  # with the version of each module, for which some look
+    loaded = net.state_dict()  # it has the version of each module, and some modules ask for that
     loaded.update(fits)
     net.load_state_dict(loaded)
     print0(f"weights: {len(fits)} of the model's {len(own)} tensors are from {source}")
@@ -333,12 +333,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return an optimizer of OPTIMIZERS over the parameters that train.
 
-    It is fused: one pass over the memory, and a skipped step costs no wait of the host.
+    It is fused: one pass over the memory, and a skipped step costs no wait of the host. torch has
+    no fused SGD for sharded parameters: there SGD takes a few operations over all of them.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
     sharded = hasattr(parameters[0], "full_tensor")
-    kernels = {"foreach" if sharded and name == "sgd" else "fused": True}  # torch lacks that one
-    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, **kernels)
+    kernels = "foreach" if sharded and name == "sgd" else "fused"
+    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, **{kernels: True})
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:
@@ -535,9 +536,8 @@ class WeightAverage(AveragedModel):
         self.averaged = [id(value) in averaged for value in tensors]
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
-        plain = nn.Module.get_extra_state
-        modules = enumerate(self.module.modules())
-        self.extra = [i for i, module in modules if type(module).get_extra_state is not plain]
+        modules, none = self.module.named_modules(), nn.Module.get_extra_state
+        self.extra = [name for name, module in modules if type(module).get_extra_state is not none]
 
     def after_step(self, net: nn.Module) -> None:
         if self.kind == "ema":
@@ -570,17 +570,18 @@ class WeightAverage(AveragedModel):
         for i in self.infinite:  # by design: the mean of two infinities would be NaN
             finite = parameters[i].isfinite()
             averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
-        averages, modules = list(self.module.modules()), list(net.modules())
-        for i in self.extra:
-            averages[i].set_extra_state(copy.deepcopy(modules[i].get_extra_state()))
+        for name in self.extra:
+            state = net.get_submodule(name).get_extra_state()
+            self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged network's, under the names of the bare one, and `n_averaged`."""
+        """Return the state of the averaged network, under its own names, and `n_averaged`."""
         state = self.module.state_dict()
         state["n_averaged"] = self.n_averaged
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` has returned."""
         state = copy.copy(state)
         self.n_averaged.fill_(state.pop("n_averaged"))
         self.module.load_state_dict(state)

@@ -294,7 +294,7 @@ def build_loader(
     workers: int | None = None,
     skip_corrupt: bool = False,
 ) -> DataLoader:
-    """Return a loader of the sampler's batches.
+    """Return a loader of the batches of one of the samplers above.
 
     Its workers live as long as it does. They start here, before this process connects to other
     ranks: a fork copies the locks that other threads hold, but not the threads.

@@ -382,8 +382,8 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
     refuse(wrong, f"{here} processes or replicas, but only {available} accelerators; {advice}")
     powersgd = args.grad_compress == "powersgd"
     wrong = powersgd and device_type == "cpu" and torch.accelerator.is_available()
-    advice = "torch's hook waits for a GPU that it sees; hide it with CUDA_VISIBLE_DEVICES=''"
-    refuse(wrong, f"--grad-compress powersgd beside --device cpu: {advice}")
+    advice = "torch's hook would wait for the GPU; hide the GPU with CUDA_VISIBLE_DEVICES=''"
+    refuse(wrong, f"--grad-compress powersgd on the CPU: {advice}")
     least = world_size * args.accum_steps
     pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
     problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"

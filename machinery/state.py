@@ -86,7 +86,7 @@ class State:
 def whole(value: Any) -> Any:
     """Return a copy of dicts and lists, whole tensors on rank 0's CPU. Call it on every rank."""
     if isinstance(value, dict):
-        found = copy.copy(value)  # with the versions of modules, for which some look when they load
+        found = copy.copy(value)  # keeps the versions of the modules, which some modules ask for
         found.update({name: whole(item) for name, item in value.items()})
         return found
     if isinstance(value, (list, tuple)):

@@ -68,6 +68,7 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
     They are the highest modules that hold at most an eighth of the parameters, larger ones if they
     have no parts. What holds less than 1/256 is left out, what shares a weight with another, and
     what holds vectors alone: torch warns that a norm returns a view, which must not be changed.
+    Attention is never cut into its parts: it reads their weights without a call.
     """
     total = sum(parameter.numel() for parameter in net.parameters())
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
@@ -77,7 +78,7 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
         lists = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # they have no forward
         if 256 * size < total or all(p.dim() < 2 for p in module.parameters()) or lists:
             return []
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # nor has a list of modules
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # it has no forward
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
         shared = any(uses[parameter] > times for parameter, times in inside.items())
         if isinstance(module, READ_THEIR_PARTS):
@@ -223,9 +224,7 @@ def build_net(args: argparse.Namespace, task: Task) -> nn.Module:
     own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
     if args.sync_bn and own:
         names = ", ".join(sorted(kind.__name__ for kind in own))
-        raise UsageError(
-            f"--sync-bn would take the place of {names}, with all they do; leave it out"
-        )
+        raise UsageError(f"--sync-bn would drop the code of {names}; leave it out")
     net.to(getattr(torch, args.dtype))
     if args.weights not in (None, "default"):  # only the task knows the default ones
         option = f"--weights {args.weights}"

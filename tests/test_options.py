@@ -312,7 +312,10 @@ def test_power_sgd_on_the_cpu_beside_a_gpu_is_refused(monkeypatch):
     assert make_args("spawn", *argv).grad_compress == "powersgd"
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    with pytest.raises(common.UsageError, match="hide it with CUDA_VISIBLE_DEVICES=''"):
+    with pytest.raises(
+        common.UsageError,
+        match=r"powersgd on the CPU: .* hide the GPU with CUDA_VISIBLE_DEVICES=''",
+    ):
         make_args("spawn", *argv)
     assert make_args("spawn", "--device", "cpu").grad_compress == "none"
 

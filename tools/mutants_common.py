@@ -92,7 +92,7 @@ mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_nor
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
 mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("optimizer: never fused", "common", '"foreach" if sharded and name == "sgd" else "fused"', '"foreach"', "test_pitfall_36_steps_do_not_wait")
-mutant("optimizer: of shards, parameter by parameter", "common", '"foreach" if sharded and name == "sgd" else "fused": True', '"fused": not sharded',
+mutant("optimizer: of shards, parameter by parameter", "common", "**{kernels: True}", "fused=not sharded",
        "test_kernels_of_shards")
 FUSED = "test_guard_of_a_fused_step_reads_nothing_and_computes_little"
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", FUSED)
@@ -144,7 +144,7 @@ mutant("weights: not loaded", "common", "    loaded.update(fits)\n", "",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: without the versions of modules", "common", "loaded = net.state_dict()", "loaded = dict(net.state_dict())",
        "test_file_is_loaded_by_a_network_that_asks_for_versions")
-mutant("average: extra state stays at the start", "common", "averages[i].set_extra_state(", "repr(",
+mutant("average: extra state stays at the start", "common", "self.module.get_submodule(name).set_extra_state(", "repr(",
        "test_average_has_the_extra_state_of_the_network")
 mutant("ranks: int8 is unknown", "common", "integer = {1: torch.int8, 2:", "integer = {2:", "test_drift_of_a_parameter_of_one_byte_is_seen")
 mutant("weights: prefixes kept", "common", 'if part not in ("module", "_orig_mod"))', ")",
