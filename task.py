@@ -242,13 +242,17 @@ class ImageFiles(WholeBatches):
         return batch, self.targets[indices]
 
 
+def read_bytes(path: bytes) -> Tensor:
+    with open(path, "rb", buffering=0) as file:  # three times as fast as np.fromfile
+        return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+
+
 def read_images(paths: list[bytes]) -> list[Tensor]:
     """Decode image files to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
     from torchvision.io import decode_jpeg  # twice as fast as PIL
 
     with contextlib.suppress(Exception):  # one is no JPEG, or broken
-        files = [torch.from_numpy(np.fromfile(path, np.uint8)) for path in paths]
-        return decode_jpeg(files, mode="RGB")
+        return decode_jpeg([read_bytes(path) for path in paths], mode="RGB")
     if len(paths) > 1:  # one bad file must not change how the others are read
         return [read_images([path])[0] for path in paths]
     from PIL import Image
