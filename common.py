@@ -123,8 +123,8 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
     losses.sum().backward()
     model.zero_grad(set_to_none=True)
     net.load_state_dict(state)
-    for name, buffer in net.named_buffers():
-        buffer.copy_(buffers[name])
+    for name, before in buffers.items():  # the forward may have made another one
+        net.get_buffer(name).copy_(before)
 
 
 def compress_gradients(model: nn.Module, method: str, scaler: StepGuard) -> None:

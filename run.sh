@@ -58,6 +58,7 @@ fi
 
 # By itself glibc gives the memory of the gradients back to the system in every step on a CPU, and takes it again
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
+export PYTHONHASHSEED=${PYTHONHASHSEED:-0} # a task that numbers the classes of a set() does so alike in every process
 case $mode in # what is proved is said of CPUs; tests marked gpu need the accelerator
   test | equivalence | mutants | faults | fuzz) [[ " $* " == *" -m gpu"* ]] || export CUDA_VISIBLE_DEVICES="" ;;
 esac

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import multiprocessing.util
 import os
@@ -273,7 +274,7 @@ class KeyedDataset(Dataset):
             return self.dataset.__getitems__(readable)
 
     def _first_readable(self, first: int) -> tuple[int, Any]:
-        for index in (*range(first, len(self.dataset)), *range(first)):
+        for index in itertools.chain(range(first, len(self.dataset)), range(first)):
             seed_generators(sample_key(index))
             try:
                 return index, self.dataset[index]

@@ -13,7 +13,8 @@ per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, w
                                          better, decides which checkpoint is best.pt (see --best).
                                          A list of n values goes to dataset_metrics instead
 
-Loss and metrics are per sample: their sums are exact, however a batch is cut. A task may also have:
+Loss and metrics are per sample: their sums are exact, however a batch is cut. A loss that compares
+the samples of a batch would depend on the cut. A task may also have:
 
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate

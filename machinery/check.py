@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import io
 import itertools
+import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -108,6 +109,7 @@ def check(
     if checkpoint:
         with blame(f"--resume {args.resume}: its weights do not fit the model"):
             net.load_state_dict(checkpoint["model"])
+    tensors = names_of_tensors(args, net)
     common.train_mode(net)
     meter = common.Meter(torch.device("cpu"))  # it minds the names of the metrics
     first = [*range(min(2, args.batch_size))]  # no batch that never comes
@@ -117,6 +119,9 @@ def check(
     last = min(2, n % batch_size or batch_size)  # samples of the last batch
     for indices in first, [*range(n - last, n)]:
         check_samples(args, task, net, val_set, indices, on_cpu, meter)
+    made = ", ".join(sorted(names_of_tensors(args, net) - tensors))
+    advice = "no checkpoint or average would have it; register it in __init__"
+    refuse(made, f"--task {args.task}: the forward of the model makes the buffer {made}; {advice}")
     unknown = args.best not in (None, *meter.sums) and meter.count and not task.dataset_metrics
     refuse(unknown, f"--best {args.best}: no such metric; use one of {', '.join(meter.sums)}")
     lists = "" if task.dataset_metrics else ", ".join(meter.lists)
@@ -124,11 +129,28 @@ def check(
     refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
 
 
+def names_of_tensors(args: argparse.Namespace, net: nn.Module) -> set[str]:
+    """Return the names of what the run keeps: the state, and for an average every buffer."""
+    buffers = [name for name, _ in net.named_buffers()] if args.average != "none" else []
+    return {*net.state_dict(), *buffers}
+
+
 def read_back(value: Any) -> None:
     """Raise if a checkpoint could hold the value, but no run could load it."""
     torch.save(value, file := io.BytesIO())
     file.seek(0)
     torch.load(file, weights_only=True)
+
+
+def fetch(args: argparse.Namespace, dataset: Dataset, indices: list[int]) -> Any:
+    """Return these samples as the first epoch has them."""
+    return KeyedDataset(dataset, args.seed, args.skip_corrupt).__getitems__((0, indices))
+
+
+def digest(batch: Any) -> str:
+    """Return a hash of all numbers of a batch. Raises TypeError if it holds more than tensors."""
+    torch.save(common.tree_map(torch.clone, batch), file := io.BytesIO())
+    return hashlib.sha256(file.getvalue()).hexdigest()[:12]
 
 
 @torch.no_grad()
@@ -145,8 +167,10 @@ def check_samples(
     kind = "training" if net.training else "evaluation"
     where = f"--task {args.task}: samples {indices} of the {kind} set"
     with blame(where, args.task):
-        batch = KeyedDataset(dataset, args.seed, args.skip_corrupt).__getitems__((0, indices))
-        common.tree_map(lambda tensor: tensor, batch)  # raises if there is something else in it
+        batch = fetch(args, dataset, indices)
+        if digest(batch) != digest(fetch(args, dataset, indices)):
+            wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
+            raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             found = f"{type(batch).__name__} of {len(batch)}"
             raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
@@ -176,7 +200,7 @@ def check_samples(
 
 
 def check_agreement(
-    args: argparse.Namespace, train_length: int, val_length: int, device: torch.device
+    args: argparse.Namespace, train_length: int, val_set: Dataset, device: torch.device
 ) -> None:
     """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
 
@@ -192,7 +216,11 @@ def check_agreement(
     given = {name: value for name, value in declared(args).items() if name not in own}
     mine = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
     mine |= {"the number of training samples": train_length}
-    mine |= {"the number of evaluation samples": val_length}
+    n = len(val_set)
+    mine |= {"the number of evaluation samples": n}
+    # Ranks that list files or classes in another order would train on other data.
+    some = digest(fetch(args, val_set, [*range(0, n, math.ceil(n / 8))]))
+    mine |= {"the hash of some evaluation samples": some}
     mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)

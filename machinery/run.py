@@ -85,7 +85,7 @@ class Run:
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stopping: signal.Signals | None = None
         self.refused = ""
-        check_agreement(args, sampler.length, len(val_set), device)
+        check_agreement(args, sampler.length, val_set, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""

@@ -117,6 +117,7 @@ def load_module(path: Path) -> ModuleType:
         name = path.stem if beside else f"task_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        seed_generators(0)  # what the file draws at its top is the same on every rank
         spec.loader.exec_module(module)
     return module
 
@@ -219,6 +220,10 @@ def build_net(args: argparse.Namespace, task: Task) -> nn.Module:
             raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
+        if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
+            raise UsageError(f"{where}: {name} cannot be loaded into; clone what was expanded")
+        if args.channels_last and tensor.dim() == 5:
+            raise UsageError(f"--channels-last is for images, but {name} is not; leave it out")
         if hasattr(args, "shard_size") and isinstance(tensor, nn.Parameter) and not tensor.dim():
             raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
     own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)

@@ -190,6 +190,17 @@ def shorter(name, build_datasets, args):
     return sets.values()
 
 
+def other_order(rank):
+    """The evaluation set of rank 1 as files would be in the order of another file system."""
+    if rank == 1:
+        wrap_in_task("build_datasets", reversed_evaluation)
+
+
+def reversed_evaluation(build_datasets, args):
+    training, evaluation = build_datasets(args)
+    return training, torch.utils.data.Subset(evaluation, range(len(evaluation))[::-1])
+
+
 def ranks(folder, *own, patch=None, common_options=()):
     """Two ranks of train_ddp.py, of which the second has options of its own; return their (exit code, stdout, stderr)."""
     with tempfile.TemporaryDirectory() as name:
@@ -229,10 +240,11 @@ def ranks(folder, *own, patch=None, common_options=()):
             functools.partial(one_sample_fewer, "evaluation"),
             "the number of evaluation samples is",
         ),
+        ([], other_order, "the hash of some evaluation samples is "),
         ([], functools.partial(other_code, "sampling.py"), "the code is "),
         ([], functools.partial(other_code, "stand_ins.py"), "the code is "),
     ],
-    ids=["seed", "batch", "lr", "training set", "evaluation set", "code", "machinery"],
+    ids=["seed", "batch", "lr", "training set", "evaluation set", "order", "code", "machinery"],
 )
 def test_ranks_that_mean_different_runs_are_told(own, patch, words, tmp_path):
     for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):

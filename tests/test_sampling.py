@@ -260,6 +260,22 @@ def test_a_batch_takes_the_memory_of_a_batch(dataset):
         assert min(batch) >= 0 and max(batch) < len(dataset)
 
 
+class MillionSamples(Million):
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("index", [0, 10**6 - 1])
+def test_a_sample_takes_the_memory_of_a_sample(index):
+    """A list of what may replace it would be made for every sample."""
+    keyed = sampling.KeyedDataset(MillionSamples(), 0)
+    tracemalloc.start()
+    assert keyed.__getitems__((0, [index])).tolist() == [index]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
+
+
 def test_order_of_lengths_near_the_largest_number():
     for n in (10**12, 2**62, 2**63 - 1):
         for start in (0, n - 50_000):

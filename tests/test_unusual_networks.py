@@ -25,7 +25,7 @@ import machinery.tasks
 OWN = tuple(str(TASKS / "state.py") if part == BASE[1] else part for part in BASE)
 
 
-@pytest.mark.parametrize("kind", ["passing", "replaced", "teacher", "counts"])
+@pytest.mark.parametrize("kind", ["passing", "replaced", "teacher", "counts", "cached"])
 def test_run_with_ranks_begins_as_one_without(kind, tmp_path):
     """DDP's order of buckets needs a forward before the first step: it must leave no trace."""
     argv = (*OWN, "--model", kind)
@@ -87,12 +87,22 @@ def test_shards_of_parts_that_are_read_without_a_call(n, tmp_path):
         ("single", "unreadable", "get_extra_state of the model: UnpicklingError"),
         ("ddp", "norm --sync-bn", "--sync-bn would drop the code of OwnNorm; leave it out"),
         ("fsdp", "scalar", "build_model: fsdp cannot cut between.scale; give it the shape"),
+        (
+            "single",
+            "kept",
+            "the forward of the model makes the buffer between.table; no checkpoint",
+        ),
+        ("single", "cached --average ema", "makes the buffer between.table; no checkpoint"),
+        ("single", "expanded --dtype float32", "between.gain cannot be loaded into; clone"),
+        ("single", "volume --channels-last", "for images, but between.filter is not; leave it out"),
     ],
 )
 def test_network_that_cannot_work_is_refused(mode, options, message):
     with pytest.raises(common.UsageError, match=message):
         check(mode, 2, *OWN, "--model", *options.split())
-    check("ddp", 2, *OWN, "--model", options.split()[0].replace("unreadable", "counts"))
+    kind = options.split()[0]
+    right = {"unreadable": "counts", "kept": "cached", "expanded": "passing"}
+    check("ddp", 2, *OWN, "--model", right.get(kind, kind))
 
 
 def check_whole_numbers():

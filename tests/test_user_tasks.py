@@ -387,6 +387,39 @@ def test_data_that_a_task_draws_are_the_same_on_every_rank(tmp_path):
     assert not drawn[0].equal(drawn[1]), "--seed decides"
 
 
+def test_data_that_a_task_draws_while_it_is_loaded_are_the_same_on_every_rank(tmp_path):
+    path = tmp_path / "drawn.py"
+    path.write_text("import torch\norder = torch.randperm(100)\n")
+    orders = []
+    for rank in range(2):
+        seed_by_rank(rank)
+        orders.append(machinery.tasks.load_module(path).order)
+    assert orders[0].equal(orders[1])
+
+
+OWN_GENERATOR = """
+    data = TensorDataset(x, x.norm(dim=1, keepdim=True))
+    own = np.random.default_rng(0)
+    class Noisy(TensorDataset):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + own.random(), y
+    return Noisy(*data.tensors), data
+"""
+
+
+def test_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
+    """What it draws would depend on the workers, on the world size and on a resume."""
+    start = DRAWN.index("    data = ")
+    end = DRAWN.index("def build_model")
+    (tmp_path / "noisy.py").write_text(DRAWN[:start] + OWN_GENERATOR + DRAWN[end:])
+    argv = ("--task", str(tmp_path / "noisy.py"), "--batch-size", "8", "--dtype", "float64")
+    with pytest.raises(common.UsageError, match="they differ when they are fetched again; draw"):
+        check("single", 1, *argv)
+    (tmp_path / "noisy.py").write_text(DRAWN)
+    check("single", 1, *argv)
+
+
 def test_optimizer_of_a_task_resumes(groups, tmp_path):
     straight = train("ddp", 2, *groups, folder=tmp_path / "straight").checkpoint()
     folder = tmp_path / "resumed"

@@ -40,8 +40,8 @@ mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", 
        "test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation")
 mutant("sync_buffers: weights not compared", "common", "zip(names, largest, smallest) if a != b", "[]",
        "test_pitfall_27_forward_past_the_wrapper_is_noticed")
-mutant("first backward: buffers keep a trace", "common", "buffer.copy_(buffers[name])", "pass", "test_run_with_ranks_begins_as_one_without[passing]")
-mutant("first backward: parameters keep a trace", "common", "    net.load_state_dict(state)\n    for name, buffer", "    for name, buffer",
+mutant("first backward: buffers keep a trace", "common", "net.get_buffer(name).copy_(before)", "pass", "test_run_with_ranks_begins_as_one_without[passing]")
+mutant("first backward: parameters keep a trace", "common", "    net.load_state_dict(state)\n    for name, before", "    for name, before",
        "test_run_with_ranks_begins_as_one_without")
 mutant("first backward: gradients stay", "common", "    model.zero_grad(set_to_none=True)\n", "", f"{BITWISE}[ddp-2-9]")
 mutant("compression: bf16 sent as fp16", "common", 'f"{method}_compress_hook"', '"fp16_compress_hook"',

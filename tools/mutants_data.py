@@ -139,9 +139,13 @@ mutant("loader: nothing is pinned", "sampling",
        '{"pin_memory": False}',
        "test_loader_has_a_worker_for_each_core_and_pins")
 mutant("data: --skip-corrupt stops at the last", "sampling",
-       "(*range(first, len(self.dataset)), *range(first))",
+       "itertools.chain(range(first, len(self.dataset)), range(first))",
        "range(first, len(self.dataset))",
        "test_broken_sample_is_named_or_replaced_alike_everywhere")
+mutant("data: a list of all samples for each", "sampling",
+       "itertools.chain(range(first, len(self.dataset)), range(first))",
+       "(*range(first, len(self.dataset)), *range(first))",
+       "test_a_sample_takes_the_memory_of_a_sample")
 
 # ---------------------------------------------------------------------------------------------------------------------------------- task.py
 

@@ -197,6 +197,19 @@ mutant("nodes: --dist-url is not checked", "machinery/launch",
 mutant("check: a checkpoint that lacks its parts is a traceback", "machinery/check",
        'with blame(f"--resume {args.resume}: not a checkpoint of this program"):', "with contextlib.nullcontext():",
        f"{REFUSED}[single-1 --resume TMP/listed.pt]")
+NETWORK = "test_network_that_cannot_work_is_refused"
+mutant("check: expanded buffers", "machinery/tasks", "0 in tensor.stride()", "False",
+       f"{NETWORK}[single-expanded --dtype float32-")
+mutant("check: a forward may make buffers", "machinery/check", "names_of_tensors(args, net) - tensors", "tensors - tensors",
+       f"{NETWORK}[single-kept-")
+mutant("check: a forward may make buffers that an average lacks", "machinery/check", 'if args.average != "none" else []', "if False else []",
+       f"{NETWORK}[single-cached --average ema-")
+mutant("check: volumes under --channels-last", "machinery/tasks", "args.channels_last and tensor.dim() == 5", "False",
+       f"{NETWORK}[single-volume --channels-last-")
+mutant("check: samples are fetched once", "machinery/check", "digest(batch) != digest(fetch(args, dataset, indices))", "not digest(batch)",
+       "test_data_set_with_a_generator_of_its_own_is_refused")
+mutant("task: its top draws what the process drew before", "machinery/tasks", "        seed_generators(0)  # what the file draws at its top is the same on every rank\n", "",
+       "test_data_that_a_task_draws_while_it_is_loaded_are_the_same_on_every_rank")
 mutant("check: weights of another model", "machinery/check", 'net.load_state_dict(checkpoint["model"])', "pass",
        f"{REFUSED}[single-1 --resume TMP/weights.pt]")
 mutant("check: settings of the optimizer are not tried", "machinery/check", "optimizer = task.build_optimizer(args, net)", "optimizer = torch.optim.SGD(net.parameters())",

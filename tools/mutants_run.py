@@ -67,10 +67,12 @@ mutant("swa: statistics in the middle of an epoch", "machinery/run",
        'self.args.average == "swa" and state.step == self.steps_per_epoch:',
        'self.args.average == "swa":', "test_interrupted_swa_goes_on_bitwise")
 mutant("nodes: ranks are not compared", "machinery/run",
-       "        check_agreement(args, sampler.length, len(val_set), device)\n", "", f"{TOLD}[seed]")
-mutant("nodes: evaluation sets are not compared", "machinery/run",
-       "check_agreement(args, sampler.length, len(val_set), device)",
-       "check_agreement(args, sampler.length, 0, device)", f"{TOLD}[evaluation set]")
+       "        check_agreement(args, sampler.length, val_set, device)\n", "", f"{TOLD}[seed]")
+mutant("nodes: evaluation sets are not compared", "machinery/check",
+       "    n = len(val_set)\n", "    n, val_set = 1, [(torch.ones(1), torch.ones(1))]\n",
+       f"{TOLD}[evaluation set]")
+mutant("nodes: orders of evaluation sets are not compared", "machinery/check",
+       '    mine |= {"the hash of some evaluation samples": some}\n', "", f"{TOLD}[order]")
 mutant("nodes: code is not compared", "machinery/check", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
 mutant("nodes: only one rank finds the difference", "machinery/check", 'raise error_on_all(f"{name} is',

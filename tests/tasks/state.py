@@ -113,7 +113,46 @@ class Scalar(Layer):
         return self.scale
 
 
+class Cached(Layer):
+    """It makes a buffer in its first forward."""
+
+    persistent = False
+
+    def factor(self, value):
+        if not hasattr(self, "table"):
+            self.register_buffer("table", value.new_full((), 1.25), self.persistent)
+        return self.table
+
+
+class CachedForEver(Cached):
+    persistent = True
+
+
+class Expanded(Layer):
+    """All numbers of its buffer lie at one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.ones(1).expand(32))
+
+    def factor(self, value):
+        return self.gain
+
+
+class Volume(Layer):
+    def __init__(self):
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(1, 1, 1, 1, 1))
+
+    def factor(self, value):
+        return self.filter.view(())
+
+
 KINDS = {
+    "cached": Cached,
+    "kept": CachedForEver,
+    "expanded": Expanded,
+    "volume": Volume,
     "replaced": Replaced,
     "passing": Passing,
     "teacher": Teacher,
