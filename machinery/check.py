@@ -149,6 +149,7 @@ def fetch(args: argparse.Namespace, dataset: Dataset, indices: list[int]) -> Any
 
 def digest(batch: Any) -> str:
     """Return a hash of all numbers of a batch. Raises TypeError if it holds more than tensors."""
+    # Clones, as a view would be hashed with all the memory behind it.
     torch.save(common.tree_map(torch.clone, batch), file := io.BytesIO())
     return hashlib.sha256(file.getvalue()).hexdigest()[:12]
 

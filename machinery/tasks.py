@@ -221,9 +221,9 @@ def build_net(args: argparse.Namespace, task: Task) -> nn.Module:
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
         if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
-            raise UsageError(f"{where}: {name} cannot be loaded into; clone what was expanded")
+            raise UsageError(f"{where}: {name} is expanded and cannot be loaded; clone it")
         if args.channels_last and tensor.dim() == 5:
-            raise UsageError(f"--channels-last is for images, but {name} is not; leave it out")
+            raise UsageError(f"--channels-last needs 4 dimensions, {name} has 5; leave it out")
         if hasattr(args, "shard_size") and isinstance(tensor, nn.Parameter) and not tensor.dim():
             raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
     own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)

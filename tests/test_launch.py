@@ -160,6 +160,16 @@ def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, mon
     assert not (lacking / ".venv").exists()
 
 
+def test_order_of_a_set_is_the_same_in_every_process(tmp_path, monkeypatch):
+    """A task that numbers the classes of a set would give each rank other labels."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    names = "print({f'class {i}' for i in range(20)})"
+    (tmp_path / "own.py").write_text(f"{names}\ndef add_options(parser): pass\n")
+    runs = [run_sh("single", "--task", "own.py", "--help", cwd=tmp_path) for _ in range(2)]
+    first, second = (finished.stdout.splitlines()[0] for finished in runs)
+    assert first == second and "class 19" in first
+
+
 def test_link_to_run_sh_uses_the_folder_of_the_project(tmp_path):
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "run.sh").symlink_to(

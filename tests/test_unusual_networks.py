@@ -93,8 +93,16 @@ def test_shards_of_parts_that_are_read_without_a_call(n, tmp_path):
             "the forward of the model makes the buffer between.table; no checkpoint",
         ),
         ("single", "cached --average ema", "makes the buffer between.table; no checkpoint"),
-        ("single", "expanded --dtype float32", "between.gain cannot be loaded into; clone"),
-        ("single", "volume --channels-last", "for images, but between.filter is not; leave it out"),
+        (
+            "single",
+            "expanded --dtype float32",
+            "between.gain is expanded and cannot be loaded; clone it",
+        ),
+        (
+            "single",
+            "volume --channels-last",
+            "needs 4 dimensions, between.filter has 5; leave it out",
+        ),
     ],
 )
 def test_network_that_cannot_work_is_refused(mode, options, message):
