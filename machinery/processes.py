@@ -209,10 +209,14 @@ def run_main(main: Callable[[], int]) -> int:
 def fail(error: BaseException) -> int:
     """Report what a rank raised, and end the process so that its launcher blames the right rank."""
     words, meaning = f"{type(error).__name__}: {error}", ""
+    calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SystemExit):
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     elif "find_unused_parameters=True" in words:
         meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
+    elif "rebuild_storage_fd" in calls:
+        # torch could not open the memory of a batch, as the worker that sent it was killed.
+        meaning = "a DataLoader worker of this process exited unexpectedly: was it out of memory?"
     elif not dist.is_initialized() and "RANK" in os.environ and NOT_MET.search(words):
         meaning = f"the ranks have not met within --timeout. {RENDEZVOUS_HINT}"
     lost = not meaning and LOST_CONNECTION.search(words)

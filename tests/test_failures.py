@@ -264,6 +264,22 @@ def lose_the_other_rank(launcher):
     return machinery.processes.run_main(main)
 
 
+def test_batch_of_a_killed_worker_tells_of_the_worker(monkeypatch, capsys):
+    """torch meets whichever comes first: that the worker is gone, or that its memory is."""
+
+    def rebuild_storage_fd():
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    ends = []
+    monkeypatch.setattr(machinery.processes, "leave", ends.append)
+    try:
+        rebuild_storage_fd()
+    except OSError as error:
+        machinery.processes.fail(error)
+    assert ends == [1]
+    assert "DataLoader worker of this process exited unexpectedly" in capsys.readouterr().err
+
+
 def test_rank_that_lost_another_leaves_in_silence_if_the_launcher_is_ours(tmp_path):
     """The cause is what the other one said, or what the launcher says of it. torchrun would say nothing."""
     ours, torchrun = [
