@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch imports this later by itself. Its default arguments would then keep the process group.
+# Not later, when torch imports it by itself: its default arguments would keep the process group.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 MAX_SKIPPED_IN_A_ROW = 10
-FORMAT = 2  # of a checkpoint; raised when an earlier one would go on in another way
+FORMAT = 2  # of a checkpoint; a new number when an earlier one would be resumed wrongly
 KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "log", "config", "samples"}
 KEYS |= {"classes", "epoch", "step", "global_step", "best"}
 
@@ -82,8 +82,8 @@ def broadcast_object(value: Any) -> Any:
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    DDP broadcasts buffers in the next forward through its wrapper, too late for an evaluation.
-    Raises RuntimeError if a checksum of a parameter differs between the ranks.
+    Call it on every rank. DDP itself broadcasts buffers in the next forward of its wrapper, too
+    late for an evaluation. Raises RuntimeError if a checksum of a parameter differs between ranks.
     """
     if not dist.is_initialized():
         return
@@ -114,7 +114,7 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
     """
     net, device = model.module, next(model.parameters()).device
     state = copy.deepcopy(net.state_dict())
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # some are not in it
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # not all are in it
     epoch, indices = 0, [0, 0]  # BatchNorm needs two samples
     inputs, targets = to_device(loader.dataset.__getitems__((epoch, indices)), device)
     train_mode(model)
@@ -123,7 +123,7 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
     losses.sum().backward()
     model.zero_grad(set_to_none=True)
     net.load_state_dict(state)
-    for name, before in buffers.items():  # the forward may have made another one
+    for name, before in buffers.items():  # the forward may have put another tensor there
         net.get_buffer(name).copy_(before)
 
 
@@ -351,11 +351,11 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
 
 
 # To add a schedule, write a function and name it in SCHEDULES; if it reads `marks`, in USE_MARKS
-# too. It returns learning rate / peak at a global step from `start`, where the warm-up ends, to
-# `end`, where the run ends.
-# `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle.
-# `low` is --step-gamma for a function that reads `marks`: the factor of a drop, or lowest / highest
-# rate of a cycle. For others it is --final-lr: last / highest rate.
+# too; if it repeats itself, in CYCLES, which SWA reads. The function returns the learning rate
+# divided by its peak, at a global step from `start`, where the warm-up ends, to `end`, where the
+# run ends. `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle.
+# `low` is --final-lr: the last rate divided by the peak. In a function that reads `marks` it is
+# --step-gamma instead: the factor of a drop, or the lowest rate of a cycle divided by the peak.
 
 
 def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
@@ -436,8 +436,8 @@ class StepGuard:
     statistics either, where one NaN would stay for ever.
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
-    sets it to zero; `in_a_row` counts consecutive ones, up to 10. All stay on the device: a step
-    with a fused optimizer does not wait for it.
+    sets it to zero; `in_a_row` counts consecutive ones, and stays at 10. All stay on the device: a
+    step with a fused optimizer does not wait for it. Create it after `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
@@ -459,7 +459,7 @@ class StepGuard:
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
-        # Of sharded gradients each rank has the norm of its part so far.
+        # Of sharded gradients each rank has computed the norm of its own part until here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # The norm shows NaN and Inf too, without another pass over the memory.
         self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped
@@ -520,7 +520,7 @@ class WeightAverage(AveragedModel):
     """An average of the parameters; every buffer that is not averaged is a copy.
 
     kind "ema": exponential over steps, decay 0.99, also of BatchNorm's statistics.
-    kind "swa": mean over the ends of the epochs of `epochs`, from 1; see update_bn.
+    kind "swa": mean of the weights at the ends of these `epochs`, from 1; see update_bn.
 
     `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN,
     and a large integer would be rounded.

@@ -83,7 +83,7 @@ def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
 
 
 def sample_key(index: int) -> int:
-    """Return 64 random bits: a function of (seed, epoch, index) for what is being fetched."""
+    """Return 64 random bits: a function of (seed, epoch of the batch being fetched, index)."""
     return splitmix64(KeyedDataset.epoch_key, index)
 
 
@@ -129,7 +129,7 @@ def _accelerator() -> Any:
 class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
-    Yields (epoch, indices): workers live for the whole run, and learn the epoch with each batch.
+    Yields (epoch, indices): the workers live for the whole run, so each batch tells its epoch.
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 
@@ -183,7 +183,7 @@ class GlobalBatchSampler(Sampler):
             yield self.epoch, self._order(torch.cat(slices).numpy()).tolist()  # to KeyedDataset
 
     def _order(self, positions: np.ndarray) -> np.ndarray:
-        key = splitmix64(self.seed, self.epoch, -1)  # no sample is keyed by -1
+        key = splitmix64(self.seed, self.epoch, -1)  # no sample has the number -1
         if not self.balanced:
             return permuted(positions, self.length, key)
         drawn = splitmix64(key, positions.astype(np.uint64), 0) % len(self.sizes)
@@ -214,7 +214,7 @@ class ShardSampler(Sampler):
 
     Yields (0, indices): as in epoch 0, so a sample draws the same in each evaluation. All ranks
     together see every sample exactly once: nothing is padded. The batches are the same at every
-    world size. A batch has at most an eighth of the set, so that several ranks have work.
+    world size. A batch has at most an eighth of the set, so that up to eight ranks have work.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
@@ -250,7 +250,8 @@ class KeyedDataset(Dataset):
     class of data sets with `whole_batches = True` also returns a ready batch from `__getitems__`.
     It must draw with keyed_uniform and sample_key; this works behind a wrapper too.
 
-    A sample that raises OSError is named; with `skip_corrupt` the next readable one replaces it.
+    A sample that raises OSError ends the run; with `skip_corrupt` the next readable one takes its
+    place.
     """
 
     # A hash of (seed, epoch) of the batch that this process is fetching. It belongs to the class:

@@ -23,7 +23,7 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
-    for batch in run.batches(loader):  # sets the sampler's epoch and step
+    for batch in run.batches(loader):  # lets the sampler begin at this epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):
@@ -31,14 +31,14 @@ def train_one_epoch(
             loss = values["loss"].sum() / args.batch_size
             state.scaler.scale(loss).backward()
             run.meter.add(**values)
-        state.scaler.unscale_(state.optimizer)  # gives the true gradient and its norm
+        state.scaler.unscale_(state.optimizer)  # divides by the scale of fp16, takes the norm
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)  # counts, logs, saves and ends after a signal
+        run.end_step(state.scaler.norm)  # counts and logs; saves if due; ends after a signal
 
 
 @torch.no_grad()
@@ -92,9 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         average.after_epoch(net, state.epoch)  # for --average swa
-        run.save("last.pt")  # the evaluation may crash; after a signal the run ends here
+        run.save("last.pt")  # an evaluation may crash. A signal ends the run here
         eval_model = run.eval_model(train_loader)  # the bare network, or its average
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # state.epoch += 1
+        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
         run.log_eval(evaluate(args, task, eval_model, val_loader, device))

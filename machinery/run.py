@@ -28,21 +28,23 @@ from machinery.processes import SIGNALS, Stopped, error_on_all, handle_signals
 from machinery.state import State, whole
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
 
-tqdm.set_lock(threading.RLock())  # its own one is for several processes, and would be left behind
+# tqdm's default lock is one for several processes, and would be left behind.
+tqdm.set_lock(threading.RLock())
 
 
 class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # places in SIGNALS, from 1
+        self.received: list[int] = []  # of each signal its place in SIGNALS, from 1
         self.pending = None
         received = self.received
 
         def remember(number: int, frame: Any) -> None:
             received.append(list(SIGNALS).index(number) + 1)
 
-        # The handlers outlive the run, so they hold the list alone: `pending` holds gloo's threads.
+        # The handlers outlive the run. They hold the list and not `self`: `pending` would keep
+        # gloo's threads alive.
         handle_signals(remember)
         if dist.is_initialized():
             end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
@@ -81,7 +83,10 @@ class Run:
         names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
         self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
         self.bar: tqdm | None = None
-        self.clock = self.waited = self.lr = 0.0  # the time of the last line, seconds, next rate
+        # The time of the last log line, the seconds since that were spent on waiting for batches,
+        # and the learning rate of the next step.
+        self.clock = self.waited = self.lr = 0.0
+        self.resumed = 0  # samples of the next log line, on which an earlier process trained
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stopping: signal.Signals | None = None
         self.refused = ""
@@ -96,6 +101,7 @@ class Run:
             try:
                 state.restore(checkpoint)
                 self.meter.restore(checkpoint["log"])  # the sums since the last log line
+                self.resumed = sum(checkpoint["log"]["count"])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
                 raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
@@ -192,8 +198,8 @@ class Run:
             self.save("last.pt")
 
     def _end_if_diverged(self) -> None:
-        # To read the number is to wait for the device: only where the host waits anyway, and after
-        # `stop.agreed`, which raises if a rank is lost. CUDA would wait for ever.
+        # To read the number is to wait for the device: do it only where the host waits anyway. And
+        # only after `stop.agreed`, which raises if a rank is lost: CUDA would then wait for ever.
         if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             if self.files:
                 self.files.wait()
@@ -210,13 +216,13 @@ class Run:
             "global_step": state.global_step,
             "loss": means["loss"],
             "lr": self.lr,
-            "images_per_s": means["count"] / (now - self.clock),
+            "images_per_s": (means["count"] - self.resumed) / (now - self.clock),
             "grad_norm": grad_norm.item(),
             "skipped": skipped,
             **{name: mean for name, mean in means.items() if name not in ("loss", "count")},
             "data_wait": self.waited / (now - self.clock),
         }
-        self.clock, self.waited = now, 0.0
+        self.clock, self.waited, self.resumed = now, 0.0, 0
         self.meter.clear()
         state.scaler.skipped.zero_()
         warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
@@ -277,7 +283,7 @@ class Run:
         for step, batch in enumerate(loader):
             batch = common.to_device(batch, self.device)
             for i, (inputs, _) in enumerate(common.split_batch(batch, self.args.accum_steps)):
-                # Dropout is at work, with other masks than in the training steps.
+                # Dropout is at work, with other masks than in the steps of this epoch.
                 seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())
                 yield common.tree_map(lambda tensor: tensor.chunk(replicas)[0], inputs)
 
@@ -302,7 +308,7 @@ class Run:
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
         self.save(*files, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
-            state.best = earlier  # the score of best.pt; rank 0 knows, and it alone saves it
+            state.best = earlier  # of best.pt. Only rank 0 knows of it, and only rank 0 saves it
         if self.files and state.epoch == args.epochs and state.best is not None:
             self.files.wait()
             path = self.files.directory / "best.pt"
