@@ -115,18 +115,19 @@ mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/
        "raise Stopped(3, how)", "raise Stopped(SIGNALS[self.stopping], how)",
        "test_warning_of_slurm_ends_with_3_if_the_run_could_not_be_saved")
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
+RESUMED_SPEED = "test_first_line_after_a_resume"
 WAIT = "test_data_wait_is_the_share_of_the_time_before_the_batches"
 mutant("speed: in images a millisecond", "machinery/run", "self.resumed) / (now - self.clock)", "self.resumed) / ((now - self.clock) * 1000)", SPEED)
 mutant("speed: since the start of the epoch", "machinery/run", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.waited, self.resumed = 0.0, 0", SPEED)
-mutant("speed: with what an earlier process trained on", "machinery/run", "(means[\"count\"] - self.resumed)", "means[\"count\"]", SPEED)
+mutant("speed: with what an earlier process trained on", "machinery/run", "(means[\"count\"] - self.resumed)", "means[\"count\"]", RESUMED_SPEED)
 mutant("speed: what an earlier process trained on is missing in each line", "machinery/run", "self.clock, self.waited, self.resumed = now, 0.0, 0",
-       "self.clock, self.waited = now, 0.0", SPEED)
+       "self.clock, self.waited = now, 0.0", RESUMED_SPEED)
 mutant("speed: with the evaluation", "machinery/run", "asked = self.clock = time.perf_counter()",
        "asked = self.clock = self.clock or time.perf_counter()", SPEED)
 mutant("data_wait: since the start of the epoch", "machinery/run", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.clock, self.resumed = now, 0", WAIT)
 mutant("data_wait: with the steps", "machinery/run", "            asked = time.perf_counter()\n", "", WAIT)
 RANKS_SPEED = "test_speed_and_loss_are_those_of_all_ranks"
-mutant("speed: of one rank", "machinery/run", 'means["count"] / (now', "self.meter.count / (now", RANKS_SPEED)
+mutant("speed: of one rank", "machinery/run", '(means["count"] - self', "(self.meter.count - self", RANKS_SPEED)
 mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
 mutant("log: step of the run for that of the epoch", "machinery/run", '"step": state.step,\n', '"step": state.global_step,\n', SPEED)
 mutant("log: steps of an epoch are counted for --log-every", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
