@@ -119,8 +119,10 @@ def test_ap_is_bitwise_the_same_in_every_mode_and_at_every_world_size(trained, t
         again = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")
         assert again.code == 0, again.err
         (line,) = again.eval_lines()
-        for metric in {"AP", "AP50", "recall", "pck"} & expected.keys():
+        for metric in ("AP", "AP50"):
             assert line[metric] == expected[metric], (mode, n, metric)
+        for metric in {"recall", "pck"} & expected.keys():  # means: the ranks' sums round
+            assert line[metric] == pytest.approx(expected[metric], rel=1e-12), (mode, n, metric)
 
 
 def guesses_of_detect(module, net, image, size, number, truth, args):
