@@ -150,7 +150,7 @@ def group_member(rank: int, world_size: int, meeting_point: str, function: Calla
         init_method=f"file://{meeting_point}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=100),
     )
     dist.barrier()  # or a rank that is done at once would leave while another still connects to it
     code = function()

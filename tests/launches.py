@@ -199,7 +199,7 @@ class Launch:
     def errors(self) -> str:
         return Path(self.err.name).read_text(errors="replace")
 
-    def end(self, timeout: float = 60, grace: float = 15) -> int:
+    def end(self, timeout: float = 240, grace: float = 15) -> int:
         """Wait for the launch to end and for all its processes to be gone; return the exit code as a shell shows it."""
         if self.process.stdout:
             self.process.stdout.read()

@@ -739,7 +739,7 @@ def test_program_that_ends_too_soon_is_told_by_its_last_line(tmp_path):
 
 
 def test_program_that_hangs_is_ended_with_what_it_has_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "LIMIT", 0.5)
+    monkeypatch.setattr(peers, "LIMIT", 3)
     monkeypatch.setattr(peers, "GRACE", 0.2)
     command = ["bash", "-c", "trap : TERM; sleep 60 & echo $$ $! > pids; wait; sleep 60"]
     with pytest.raises(machinery.processes.Stopped, match="is not done with 4 steps"):

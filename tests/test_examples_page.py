@@ -44,8 +44,11 @@ def test_page_has_the_classic_problems():
     assert len(MADE) == 4
 
 
+FOR_A_RELEASE = [pytest.param(name, marks=pytest.mark.release) for name in [*MADE][1:]]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", [*MADE][:1] + FOR_A_RELEASE)
 def test_command_for_real_data_runs(name, tmp_path):
     """On a small data set of the same format, with a small network, for three epochs."""
     commands, data = commands_of(SECTIONS[name], "bash"), tmp_path / "data"

@@ -84,6 +84,7 @@ def plane(height, width):
 @pytest.fixture(scope="module")
 def crops(tmp_path_factory):
     """300 crops of one picture of 240 x 200 pixels, as (top, bottom, left, right, mirrored)."""
+    sampling.KeyedDataset.epoch_key = 0  # whatever ran before
     samples = write(tmp_path_factory.mktemp("plane"), plane(240, 200)) * 300
     dataset = task.ImageFiles(samples, 64, training=True)
     images = torch.cat([dataset.__getitems__(list(range(i, i + 50)))[0] for i in range(0, 300, 50)])

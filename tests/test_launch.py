@@ -50,6 +50,7 @@ def eval_lines(text):
 
 
 @pytest.mark.long
+@pytest.mark.release  # half a minute, and more on a slow machine
 def test_ddp_with_default_options_reads_digits(tmp_path):
     finished = run_sh("ddp", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr

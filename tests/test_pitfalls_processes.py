@@ -83,13 +83,13 @@ def test_pitfall_06_dead_rank_ends_the_job(how, tmp_path):
     assert code == 0 and "rank 1 broke" in err
 
     argv = [*BASE, "--nproc", "2", "--epochs", "1000", "--output-dir", str(tmp_path / "run")]
+    argv += ["--timeout", "300"]
     start = time.monotonic()
     target = functools.partial(spawn_launcher, argv, functools.partial(die, how))
-    ((code, _, err),) = run_processes([target], tmp_path, timeout=40)
+    ((code, _, err),) = run_processes([target], tmp_path, timeout=250)
     assert code == 1, err
-    assert (
-        time.monotonic() - start < 20
-    )  # less than --timeout 30: the others are told, they do not time out
+    # Less than --timeout: the others are told, they do not time out.
+    assert time.monotonic() - start < 200
     assert re.search(LAST_WORDS[how], err.splitlines()[-1]), err  # not what it led to in the others
     assert ("Traceback" in err) == (how == "raises"), err
 
@@ -433,13 +433,12 @@ def signal_in_training(launcher, number, folder):
     """Signal a launcher whose two ranks train, with two loader workers each; fail if any of them is still there some seconds later."""
     pids = [launcher]
     try:
-        wait_until(lambda: (folder / "last.pt").exists() or not running(launcher), 40)
+        wait_until(lambda: (folder / "last.pt").exists() or not running(launcher), 150)
         pids += descendants(launcher)
         assert len([pid for pid in pids if running(pid)]) >= 7
         os.kill(launcher, number)
-        wait_until(
-            lambda: not any(running(pid) for pid in pids), 30
-        )  # a few seconds, or many on a busy machine
+        # A few seconds, or many on a busy machine.
+        wait_until(lambda: not any(running(pid) for pid in pids), 90)
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

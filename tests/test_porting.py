@@ -53,7 +53,11 @@ def test_page_has_a_command_for_each_of_four_programs():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(4), ids=["imagenet", "template", "yolo", "pose"])
+@pytest.mark.parametrize(
+    "number",
+    [0, *(pytest.param(number, marks=pytest.mark.release) for number in (1, 2, 3))],
+    ids=["imagenet", "template", "yolo", "pose"],
+)
 def test_ported_command_runs(number, tmp_path):
     command = COMMANDS[number]
     folder = tmp_path / "data"
