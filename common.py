@@ -459,7 +459,7 @@ class StepGuard:
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
-        # Of sharded gradients each rank has computed the norm of its own part until here.
+        # With sharded gradients each rank has only the norm of its own part here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # The norm shows NaN and Inf too, without another pass over the memory.
         self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped

@@ -101,7 +101,7 @@ def trained(request, tmp_path_factory):
 def test_network_learns_and_ap_decides_the_best(trained):
     name, _, result = trained
     lines = result.eval_lines()
-    assert lines[0]["AP50"] < 0.05 and max(line["AP50"] for line in lines) > 0.1
+    assert lines[0]["AP50"] < 0.05 and max(line["AP50"] for line in lines) > 0.2
     assert result.checkpoint("best.pt")["best"] == max(line["AP"] for line in lines)
     if name == "detect":
         assert result.checkpoint()["classes"] == ["red", "green"], "in the order of their numbers"
@@ -112,7 +112,7 @@ def test_ap_is_bitwise_the_same_in_every_mode_and_at_every_world_size(trained, t
     """23 pictures in batches of 3: no world size divides them."""
     _, argv, result = trained
     expected = max(result.eval_lines(), key=lambda line: line["AP"])
-    assert 0.01 < expected["AP"] < expected["AP50"] < 1
+    assert 0.03 < expected["AP"] < expected["AP50"] < 1
     options = [*argv, "--eval-only", "--resume", str(result.folder / "best.pt")]
     modes = [("single", 1), ("dp", 3), *(("ddp", n) for n in (1, 2, 3, 4)), ("spawn", 2)]
     for mode, n in modes:
@@ -171,7 +171,7 @@ def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
         scorer.summarize()
     line = max(result.eval_lines(), key=lambda line: line["AP"])
     assert line["AP"] == pytest.approx(scorer.stats[0], rel=1e-6)
-    assert line["AP50"] == pytest.approx(scorer.stats[1], rel=1e-6) and scorer.stats[1] > 0.1
+    assert line["AP50"] == pytest.approx(scorer.stats[1], rel=1e-6) and scorer.stats[1] > 0.2
 
 
 def test_pose_groups_joints_by_the_centre_they_point_to():
