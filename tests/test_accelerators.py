@@ -326,7 +326,7 @@ sys.exit(run_main(main))
 """
 
 
-@pytest.mark.parametrize("code", [0, pytest.param(3, marks=pytest.mark.long), 143])
+@pytest.mark.parametrize("code", [*(pytest.param(c, marks=pytest.mark.long) for c in (0, 3)), 143])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
     """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
@@ -430,6 +430,7 @@ def test_compiled_model_makes_its_constants_once(recwarn):
     assert not [w for w in recwarn if "lru_cache" in str(w.message)]
 
 
+@pytest.mark.long
 def test_bf16_gradients_need_no_cuda():
     in_group(2, compressed)
 

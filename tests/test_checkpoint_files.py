@@ -140,7 +140,7 @@ def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_pat
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.long)])
 def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, tmp_path):
     argv = ("--epochs", "2", "--average", "ema", "--dtype", dtype)
     result = train("single", 1, *argv, folder=tmp_path)

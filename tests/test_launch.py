@@ -161,6 +161,7 @@ def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, mon
     assert not (lacking / ".venv").exists()
 
 
+@pytest.mark.long
 def test_order_of_a_set_is_the_same_in_every_process(tmp_path, monkeypatch):
     """A task that numbers the classes of a set would give each rank other labels."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
@@ -171,6 +172,7 @@ def test_order_of_a_set_is_the_same_in_every_process(tmp_path, monkeypatch):
     assert first == second and "class 19" in first
 
 
+@pytest.mark.long
 def test_link_to_run_sh_uses_the_folder_of_the_project(tmp_path):
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "run.sh").symlink_to(
@@ -191,6 +193,7 @@ exit 127
 """
 
 
+@pytest.mark.long
 def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp_path):
     """As pyenv and asdf do: which Python `python3` starts depends on a file in the current folder, and the project's has none."""
     user, programs = tmp_path / "user", tmp_path / "programs"
@@ -237,6 +240,7 @@ def test_number_of_devices_is_n_or_the_option_or_the_default(mode, arguments, me
 
 
 @pytest.mark.parametrize("mode", ["dp", "spawn"])
+@pytest.mark.long
 def test_script_decides_how_many_devices_if_n_is_not_given(mode, tmp_path):
     """It asks for the accelerators, of which there may be another number than two."""
     command = ["bash", "-x", str(ROOT / "run.sh"), mode, "--batch-size", "1"]

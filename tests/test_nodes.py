@@ -348,6 +348,7 @@ def test_node_whose_partner_never_comes_says_so(rank, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     argv = [
         "--nproc",

@@ -189,6 +189,7 @@ def test_pages_show_the_pictures_and_say_what_is_to_be_seen():
             assert len(alt.split()) >= 8 or page == "README.zh-CN.md", f"{page}: {alt}"
 
 
+@pytest.mark.long
 def test_command_draws_what_it_is_asked_for(tmp_path, monkeypatch, capsys):
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(pictures, "ROOT", tmp_path)

@@ -73,7 +73,9 @@ def test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive(loss
     assert (loss.get_yscale(), rate.get_yscale()) == (scale, "linear")
 
 
-@pytest.mark.parametrize("name", ["picture.svg", "picture.png"])
+@pytest.mark.parametrize(
+    "name", ["picture.svg", pytest.param("picture.png", marks=pytest.mark.long)]
+)
 def test_the_command_writes_one_picture(name, tmp_path, capsys):
     assert plot.main([str(write_run(tmp_path / "run", 1.0)), "--output", str(tmp_path / name)]) == 0
     assert (tmp_path / name).read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")

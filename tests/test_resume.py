@@ -57,7 +57,7 @@ class Stopper:
         machinery.run.Run.end_step = end_step_and_signal
 
 
-@pytest.mark.parametrize("step", [1, pytest.param(5, marks=pytest.mark.long), 6, 9])
+@pytest.mark.parametrize("step", [*(pytest.param(s, marks=pytest.mark.long) for s in (1, 5)), 6, 9])
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 3)])
 def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, step, tmp_path):
     argv = (

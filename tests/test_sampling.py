@@ -636,6 +636,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.long
 def test_process_that_keeps_the_error_of_a_loader_can_end():
     """At exit Python waits for loader workers, which ignore its SIGTERM."""
     ended = subprocess.run([sys.executable, "-c", KEEPS], timeout=60, capture_output=True)

@@ -363,7 +363,7 @@ def test_ruff_is_clean(command):
         "train_ddp",
         pytest.param("train_spawn", marks=pytest.mark.long),
         pytest.param("train_dp", marks=pytest.mark.long),
-        "machinery.launch",
+        pytest.param("machinery.launch", marks=pytest.mark.long),
     ],
 )
 def test_slow_packages_are_imported_only_where_they_are_used(program):

@@ -88,6 +88,7 @@ def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
         assert launch.checkpoint()["global_step"] > 12
 
 
+@pytest.mark.long
 def test_ctrl_c_to_run_sh_while_it_waits_for_a_command_is_not_forgotten(tmp_path):
     """Bash itself forgets a SIGINT, if the command that it waits for ends well: here, how many devices there are."""
     with Launch(["bash", "run.sh", "ddp", *OPTIONS], tmp_path) as launch:
@@ -554,14 +555,8 @@ sys.exit(run_main(lambda: 0))
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGUSR1,
-        pytest.param(signal.SIGINT, marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
 def test_signal_in_pythons_last_clean_up_is_too_late(number):
     """The run is done, and its code is 0; Python has already taken its handlers away."""
     finished = subprocess.run(

@@ -727,6 +727,7 @@ def test_options_of_a_task_are_parsed_stored_and_compared(own, tmp_path):
     assert "was made with [2.0, 3.5]; use that" in refused.err
 
 
+@pytest.mark.long
 def test_options_of_a_task_are_in_its_help(own, tmp_path):
     command = ["bash", str(ROOT / "run.sh"), "ddp", "2", *own, "--help"]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}

@@ -5,6 +5,7 @@ import re
 from argparse import Namespace
 
 import pytest
+import small
 import torch
 from harness import TASKS, check, deviation, make_args, train
 from short_runs import MODES, ODD
@@ -145,7 +146,8 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("mode", "n"), MODES)
 def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
-    torch.save(state_dict(), tmp_path / "weights.pt")
+    weights = small.DigitNet().state_dict()
+    torch.save(weights, tmp_path / "weights.pt")
     argv = (
         "--epochs",
         "1",
@@ -163,8 +165,7 @@ def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
         result.out + result.err
     )
     assert all(
-        value.equal(state_dict()[name].double())
-        for name, value in result.checkpoint()["model"].items()
+        value.equal(weights[name].double()) for name, value in result.checkpoint()["model"].items()
     )
     resumed = train(mode, n, *argv[2:], "--epochs", "2", "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0, "whoever goes on needs the weights no more"
