@@ -13,7 +13,6 @@ import itertools
 import math
 import os
 import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -534,10 +533,6 @@ class WeightAverage(AveragedModel):
             averaged |= {id(norm.running_mean), id(norm.running_var)}
         tensors = [*self.module.parameters(), *self.module.buffers()]
         self.averaged = [id(value) in averaged for value in tensors]
-        parameters = enumerate(self.module.parameters())
-        self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
-        modules, none = self.module.named_modules(), nn.Module.get_extra_state
-        self.extra = [name for name, module in modules if type(module).get_extra_state is not none]
 
     def after_step(self, net: nn.Module) -> None:
         if self.kind == "ema":
@@ -566,13 +561,6 @@ class WeightAverage(AveragedModel):
             else:
                 torch._foreach_copy_(mine, new)
         self.n_averaged += 1
-        averages, parameters = list(self.module.parameters()), list(net.parameters())
-        for i in self.infinite:  # by design: the mean of two infinities would be NaN
-            finite = parameters[i].isfinite()
-            averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
-        for name in self.extra:
-            state = net.get_submodule(name).get_extra_state()
-            self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averaged network, under its own names, and `n_averaged`."""
@@ -759,7 +747,6 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     The others are copies of the first, and appear after it, in this order.
     """
     temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
-    handled = sys.exc_info()[1]  # what a caller may be about to handle
     try:
         for path, temporary in zip(paths, temporaries):
             if path is paths[0]:
@@ -775,13 +762,8 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
             os.fsync(directory)  # and the name too
             os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        # torch goes on after a refused write, and reports what follows from it.
-        first: BaseException = error
-        while first.__context__ not in (None, handled):
-            first = first.__context__
-        reason = str(first if isinstance(first, OSError) else error).splitlines()[0]
         problem = f"{path} could not be written (is the disk full?); the last good file stays"
-        raise OSError(f"{problem}: {reason}") from error
+        raise OSError(f"{problem}: {str(error).splitlines()[0]}") from error
     finally:
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)

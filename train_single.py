@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
-        run.log_eval(evaluate(args, task, eval_model, val_loader, device))
+        run.log.eval_line(evaluate(args, task, eval_model, val_loader, device))
     run.finish()
     return 0
 

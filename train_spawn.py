@@ -114,7 +114,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
-        run.log_eval(evaluate(args, task, eval_model, val_loader, device))
+        run.log.eval_line(evaluate(args, task, eval_model, val_loader, device))
     run.finish()
     del model  # DDP uses the group, so it goes first
     dist.destroy_process_group()  # all ranks are done

@@ -1,4 +1,4 @@
-"""A run as its loop sees it: position, log, stop. machinery/files.py writes the files."""
+"""A run as its loop sees it: position, stop, saving. Every rank has one."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import argparse
 import math
 import shlex
 import signal
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 import common
 from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
 from machinery.check import check_agreement
 from machinery.files import RunFiles
+from machinery.log import Log
 from machinery.options import declared
 from machinery.processes import SIGNALS, Stopped, error_on_all, handle_signals
 from machinery.state import State, whole
 from sampling import GlobalBatchSampler, end_with_parent, seed_rng
-
-# tqdm's default lock is one for several processes, and would be left behind.
-tqdm.set_lock(threading.RLock())
 
 
 class StopSignal:
@@ -68,7 +61,10 @@ class StopSignal:
 
 
 class Run:
-    """Position, log and end of a run. Create it on every rank; only rank 0 writes files."""
+    """Position, checkpoints and end of a run. Create it on every rank; only rank 0 writes files.
+
+    Call each of its methods on every rank: within them the ranks talk to each other.
+    """
 
     def __init__(
         self,
@@ -79,17 +75,14 @@ class Run:
         device: torch.device,
     ) -> None:
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
-        self.steps_per_epoch, self.meter = sampler.steps_per_epoch, common.Meter(device)
+        self.log = Log(args, state, sampler, device)
+        self.meter = self.log.meter  # the loop adds to it
         names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
         self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
-        self.bar: tqdm | None = None
-        # The time of the last log line, the seconds since that were spent on waiting for batches,
-        # and the learning rate of the next step.
-        self.clock = self.waited = self.lr = 0.0
-        self.resumed = 0  # samples of the next log line, on which an earlier process trained
         self.files: RunFiles | None = None  # stays None on all ranks but 0
-        self.stopping: signal.Signals | None = None
-        self.refused = ""
+        self.stop: StopSignal | None = None
+        self.stopping: signal.Signals | None = None  # the signal on which the run ends
+        self.refused = ""  # why the last save was refused
         check_agreement(args, sampler.length, val_set, device)
 
     def resume(self) -> None:
@@ -101,12 +94,12 @@ class Run:
             try:
                 state.restore(checkpoint)
                 self.meter.restore(checkpoint["log"])  # the sums since the last log line
-                self.resumed = sum(checkpoint["log"]["count"])
+                self.log.resumed = sum(checkpoint["log"]["count"])
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
                 raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
             if self.args.average == "swa" and not self.args.eval_only:
-                done = state.epoch + (state.step == self.steps_per_epoch)
+                done = state.epoch + (state.step == self.sampler.steps_per_epoch)
                 if state.average.n_averaged > sum(e <= done for e in state.average.epochs):
                     # With more --epochs SWA begins later: drop what was averaged too soon.
                     state.average.n_averaged.zero_()
@@ -120,10 +113,10 @@ class Run:
         if not self.args.eval_only:  # which has nothing to save
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
             self.stop = StopSignal()
-        self._reset_times()
+        self.log.start_evaluation_line()
 
     def _open(self, built: dict[str, Any]) -> dict[str, Any] | None:
-        self.files = RunFiles(self.args, self.sampler.length, built)
+        self.files = self.log.files = RunFiles(self.args, self.sampler.length, built)
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:
@@ -146,49 +139,19 @@ class Run:
     def batches(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the batches that are left of the epoch, on the device."""
         self.sampler.set_position(self.state.epoch, self.state.step)
-        if not self.bar:
-            self._print_header(loader)
-        self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
-        self.bar = tqdm(
-            total=self.steps_per_epoch,
-            initial=self.state.step,
-            desc=f"epoch {self.state.epoch + 1}/{self.args.epochs}",
-            leave=False,
-            dynamic_ncols=True,
-            disable=None if get_rank() == 0 else True,  # None: only where somebody watches
-        )
-        asked = self.clock = time.perf_counter()
-        for batch in loader:
-            self.waited += time.perf_counter() - asked
+        for batch in self.log.watch(loader):
             yield common.to_device(batch, self.device)
-            asked = time.perf_counter()
-        self.bar.close()
-
-    def _print_header(self, loader: DataLoader) -> None:
-        args, net = self.args, self.state.net
-        size = sum(parameter.numel() for parameter in net.parameters())
-        devices = common.get_world_size() * getattr(args, "replicas", 1)
-        share = math.ceil(math.ceil(args.batch_size / args.accum_steps) / devices)
-        model = f"{type(net).__name__}, {size:,} parameters"
-        print0(
-            f"{Path(sys.argv[0]).name} on {devices} x {self.device.type}: {model}; "
-            f"loader workers per process: {loader.num_workers}\n"
-            f"{self.sampler.length} training samples: {self.steps_per_epoch} steps per epoch; "
-            f"a step: {args.batch_size} samples, "
-            f"{args.accum_steps} x up to {share} samples on each device"
-        )
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save or stop if it is time. Call it after each optimizer step."""
         state, args = self.state, self.args
         state.step += 1
         state.global_step += 1
-        self.bar.update()
-        ends = state.step == self.steps_per_epoch
+        self.log.bar.update()
+        ends = state.step == self.sampler.steps_per_epoch
         logs = ends or state.global_step % args.log_every == 0
         if logs:
-            self._log_train(grad_norm)
-        self.lr = state.optimizer.param_groups[0]["lr"]  # with which the next step is made
+            self.log.train_line(grad_norm)
         self.stopping = self.stop.agreed()
         due = args.save_every and state.global_step % args.save_every == 0
         saves = not ends and (due or self.stopping)  # at the end of an epoch the script saves
@@ -206,72 +169,17 @@ class Run:
             problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
             raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")
 
-    def _log_train(self, grad_norm: Tensor) -> None:
-        state, means, now = self.state, self.meter.mean(), time.perf_counter()
-        skipped = int(state.scaler.skipped.item())
-        line = {
-            "event": "train",
-            "epoch": state.epoch,
-            "step": state.step,
-            "global_step": state.global_step,
-            "loss": means["loss"],
-            "lr": self.lr,
-            "images_per_s": (means["count"] - self.resumed) / (now - self.clock),
-            "grad_norm": grad_norm.item(),
-            "skipped": skipped,
-            **{name: mean for name, mean in means.items() if name not in ("loss", "count")},
-            "data_wait": self.waited / (now - self.clock),
-        }
-        self.clock, self.waited, self.resumed = now, 0.0, 0
-        self.meter.clear()
-        state.scaler.skipped.zero_()
-        warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
-        values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
-        speed = f"{line['images_per_s']:.0f} images/s  data {line['data_wait']:.0%}"
-        text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
-        self._log(line, f"step {state.step}/{self.steps_per_epoch}  {text}")
-
-    def _reset_times(self) -> None:
-        # Seconds for the next evaluation line; `mark` is the last reading of the clock.
-        self.spent, self.mark = {"train_s": 0.0, "eval_s": 0.0, "save_s": 0.0}, time.perf_counter()
-
-    def _spend(self, name: str) -> None:
-        now = time.perf_counter()
-        self.spent[name] += now - self.mark
-        self.mark = now
-
-    def log_eval(self, metrics: dict[str, float]) -> None:
-        """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
-        self._spend("eval_s")
-        values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
-        epoch = self.state.epoch
-        if self.args.eval_only and self.state.step == 0 < epoch:
-            epoch -= 1  # the checkpoint counts the epoch as done
-        line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
-        line |= self.spent
-        self._reset_times()
-        self._log(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
-
-    def _log(self, line: dict[str, Any], text: str) -> None:
-        if not self.files:
-            return
-        self.files.write_line(line)
-        if line["event"] == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(text.partition("  ")[2])  # without the step, which it shows
-        else:
-            print(f"epoch {line['epoch'] + 1}/{self.args.epochs}  {text}", flush=True)
-
     def eval_model(self, loader: DataLoader) -> nn.Module:
         """Return the network to evaluate: the average of the weights if there is one.
 
         An SWA average gets BatchNorm statistics of its own, from the epoch's batches, cut as in
         training. Without --sync-bn rank 0's slices count, as they do in training.
         """
-        self._spend("train_s")
+        self.log.spend("train_s")
         state = self.state
         if not state.average.n_averaged:
             return state.net
-        if self.args.average == "swa" and state.step == self.steps_per_epoch:
+        if self.args.average == "swa" and state.step == self.sampler.steps_per_epoch:
             context = common.autocast(self.device, self.args.amp)
             common.update_bn(state.average.module, self._bn_inputs(loader), context)
         common.sync_buffers(state.average.module)
@@ -295,7 +203,7 @@ class Run:
         if name not in known:
             raise error_on_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
         score, sign = metrics[name], -1 if name == "loss" else 1
-        self.log_eval(metrics)
+        self.log.eval_line(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         earlier, files = state.best, []
         rounding = 1e-12 * abs(state.best or 0)  # of the same weights on another number of ranks
@@ -321,7 +229,7 @@ class Run:
 
         Call it on every rank: all take part in collecting what a thread of rank 0 writes.
         """
-        self._spend("train_s")
+        self.log.spend("train_s")
         if self.files:
             self.files.wait()  # for the save before: the memory holds one copy at a time
         sums = self.meter.sums_of_ranks()
@@ -330,14 +238,14 @@ class Run:
             checkpoint |= {"samples": self.sampler.length, "log": sums, "classes": self.classes}
             checkpoint["config"] = declared(self.args)
             self.refused = self.files.write_checkpoint(checkpoint, names)
-        self._spend("save_s")
+        self.log.spend("save_s")
         if self.stopping:
             step = self.state.global_step
             if broadcast_object(self.refused):
                 how = f"stopped by {self.stopping.name} at step {step}, which was not saved"
                 raise Stopped(3, how)
-            if self.bar:
-                self.bar.close()  # else its line would go on with the next one
+            if self.log.bar:
+                self.log.bar.close()  # else its line would go on with the next one
             if self.files:
                 self.files.wait()
                 directory = shlex.quote(str(self.files.directory))

@@ -26,13 +26,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of machinery/run.py, which stands still until the test moves it."""
+    """The clock of machinery/log.py, which stands still until the test moves it."""
     import runs
 
-    import machinery.run
+    import machinery.log
 
     clock = runs.Clock()
-    monkeypatch.setattr(machinery.run, "time", clock)
+    monkeypatch.setattr(machinery.log, "time", clock)
     return clock
 
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands where machinery/run.py has the module `time`."""
+    """Stands where machinery/log.py has the module `time`."""
 
     def __init__(self):
         self.seconds = 1000.0

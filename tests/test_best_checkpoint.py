@@ -98,7 +98,7 @@ def best_after(folder, scores):
     """End epochs with these scores; return, after each, best.pt's epoch and the best score."""
     run, found = make_run(folder, "--epochs", 50), []
     for score in scores:
-        run.state.step = run.steps_per_epoch
+        run.state.step = run.sampler.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "top5": 1 - score, "count": 57})
         run.files.wait()
         best = run.files.directory / "best.pt"
@@ -133,7 +133,7 @@ def test_the_first_of_equal_scores_stays_the_best(name, tmp_path):
 def test_tie_is_kept_across_a_resume(tmp_path):
     best_after(tmp_path, [0.5, 0.25])
     run = make_run(tmp_path, "--epochs", 50, "--resume", "auto")
-    run.state.step = run.steps_per_epoch
+    run.state.step = run.sampler.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     assert load(run.files.directory / "best.pt")["epoch"] == 1
     assert load(run.files.directory / "last.pt")["epoch"] == 3
@@ -148,7 +148,7 @@ def test_first_metric_that_is_no_loss_decides(names, tmp_path):
         {"loss": 0.0, "top1": 0.6, "top5": 1.0},
     ]
     for value in values:
-        run.state.step = run.steps_per_epoch
+        run.state.step = run.sampler.steps_per_epoch
         run.end_epoch({**{name: value[name] for name in names}, "count": 57})
     assert load(run.files.directory / "best.pt")["epoch"] == 2
 
@@ -156,7 +156,7 @@ def test_first_metric_that_is_no_loss_decides(names, tmp_path):
 def test_kept_epochs_are_every_so_many(tmp_path):
     run = make_run(tmp_path, "--epochs", 50, "--keep-every", 3)
     for _ in range(7):
-        run.state.step = run.steps_per_epoch
+        run.state.step = run.sampler.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     run.files.wait()
     kept = {path.name: load(path)["epoch"] for path in run.files.directory.glob("epoch-*.pt")}
@@ -170,7 +170,7 @@ def test_score_that_was_not_saved_is_not_the_best(tmp_path):
     for score, poison in ((0.5, False), (0.9, True), (0.75, False)):
         good = run.state.net.weight.data.clone()
         run.state.net.weight.data[0] = math.nan if poison else 1.0
-        run.state.step = run.steps_per_epoch
+        run.state.step = run.sampler.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
         run.state.net.weight.data.copy_(good)
     assert (
@@ -185,7 +185,7 @@ def go_back(folder, name, **files):
     """Train two epochs, with scores 0.5 and 0.9, go back to a file of them, and score 0.4."""
     run = make_run(folder / "first", "--epochs", 50, "--keep-every", 1)
     for score in (0.5, 0.9):
-        run.state.step = run.steps_per_epoch
+        run.state.step = run.sampler.steps_per_epoch
         run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
     end(run)
     return make_run(folder / name, "--epochs", 50, "--resume", run.files.directory / files["of"])
@@ -194,7 +194,7 @@ def go_back(folder, name, **files):
 @pytest.mark.parametrize("name", ["first", "other"])
 def test_going_back_makes_another_best(name, tmp_path):
     run = go_back(tmp_path, name, of="epoch-0001.pt")
-    run.state.step = run.steps_per_epoch
+    run.state.step = run.sampler.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
     best = load(run.files.directory / "best.pt")
     assert (best["epoch"], best["best"]) == (2, 0.4), "that of a later epoch is of another run"
@@ -203,7 +203,7 @@ def test_going_back_makes_another_best(name, tmp_path):
 def test_best_comes_along_to_another_folder(tmp_path):
     run = go_back(tmp_path, "other", of="last.pt")
     assert load(run.files.directory / "best.pt")["epoch"] == 2
-    run.state.step = run.steps_per_epoch
+    run.state.step = run.sampler.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
     assert load(run.files.directory / "best.pt")["epoch"] == 2
     assert load(run.files.directory / "last.pt")["best"] == 0.9
@@ -286,7 +286,7 @@ def test_lowest_loss_or_a_named_metric_decides(tmp_path):
     for name, epochs in (("loss", [1, 2, 2, 2, 2, 6]), ("top5", [1, 1, 1, 4, 4, 4])):
         run, found = make_run(tmp_path / name, "--epochs", 50, "--best", name), []
         for epoch, loss in enumerate(losses):
-            run.state.step = run.steps_per_epoch
+            run.state.step = run.sampler.steps_per_epoch
             top5 = (9, 5, 3, 10, 2, 1)[epoch]
             run.end_epoch({"loss": loss, "top1": epoch, "top5": top5, "count": 57})
             found.append(load(run.files.directory / "best.pt")["epoch"])

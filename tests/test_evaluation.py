@@ -128,7 +128,7 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
 def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
     """In the last epoch all is done then, and there is nothing to stop."""
     run = make_run(tmp_path, "--epochs", epochs)
-    run.state.step, run.state.global_step = run.steps_per_epoch, 6
+    run.state.step, run.state.global_step = run.sampler.steps_per_epoch, 6
     os.kill(os.getpid(), number)
     if epochs == 1:
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
@@ -145,7 +145,7 @@ def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
 def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 3)
     for epoch in range(2):
-        run.state.step, run.state.global_step = run.steps_per_epoch, 6 * epoch + 6
+        run.state.step, run.state.global_step = run.sampler.steps_per_epoch, 6 * epoch + 6
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     lines = [line for line in capsys.readouterr().out.splitlines() if "  eval  " in line]
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3"]

@@ -35,10 +35,10 @@ def forbid_waiting(change, rank):
 
     def watched(run, norm):
         step = run.state.step + 1
-        if step == run.steps_per_epoch or step % run.args.log_every == 0:
+        if step == run.sampler.steps_per_epoch or step % run.args.log_every == 0:
             torch.cuda.set_sync_debug_mode("default")
         end_step(run, norm)
-        if 2 <= step < run.steps_per_epoch:  # kernels are chosen in the first steps
+        if 2 <= step < run.sampler.steps_per_epoch:  # kernels are chosen in the first steps
             torch.cuda.set_sync_debug_mode("error")
 
     machinery.run.Run.end_step = watched

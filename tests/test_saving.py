@@ -177,7 +177,7 @@ def test_run_that_finishes_waits_for_its_last_save(disk, tmp_path):
 
 def test_end_of_the_last_epoch_names_a_file_that_is_there(disk, tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 1)
-    run.state.step = run.steps_per_epoch
+    run.state.step = run.sampler.steps_per_epoch
     run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     best = run.files.directory / "best.pt"
     assert f"in epoch 1: {best}" in capsys.readouterr().out and best.exists()

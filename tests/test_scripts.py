@@ -17,7 +17,7 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.options
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
-OWN_LINES = 4633  # of the project's own Python: tests/ and tools/ are beside it
+OWN_LINES = 4669  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
@@ -84,7 +84,7 @@ def test_own_python_stays_small():
 # ------------------------------------------------------------ imports
 
 # Who may import whom: only what stands further to the right. The scripts, before all, import none of each other.
-ORDER = "launch run check files options sharding stand_ins state tasks rendezvous processes"
+ORDER = "launch run log check files options sharding stand_ins state tasks rendezvous processes"
 ORDER = [
     *(f"machinery.{name}" for name in ORDER.split()),
     "task",

@@ -21,15 +21,15 @@ mutant("resume: scheduler not restored", "machinery/state", RESTORE, RESTORE.rep
 mutant("resume: scaler not restored", "machinery/state", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),
        "test_loss_scale_of_fp16_goes_on_at_resume")
 mutant("resume: average not restored", "machinery/state", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
-mutant("resume: learning rate of the shorter run", "machinery/state", 'group["lr"] = peak * factor(self.global_step)', "pass",
+mutant("resume: learning rate of the shorter run", "machinery/state", 'group["lr"] = rate', "pass",
        "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
 mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error))", "pass",
        "test_pitfall_31_rank_0_reads_and_decides")
 mutant("resume: sums of the log forgotten", "machinery/run", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
 mutant("average: never evaluated", "machinery/run", "if not state.average.n_averaged:", "if True:",
        "test_ema_and_swa_are_what_they_say")
-mutant("log: skipped steps counted twice", "machinery/run", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
-mutant("log: loss of the whole run", "machinery/run", "        self.meter.clear()\n", "",
+mutant("log: skipped steps counted twice", "machinery/log", "        state.scaler.skipped.zero_()\n", "", f"{NAN}[ddp-2]")
+mutant("log: loss of the whole run", "machinery/log", "        self.meter.clear()\n", "",
        "test_logged_loss_is_that_since_the_last_line")
 mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
@@ -52,7 +52,7 @@ mutant("resume: a model that does not fit is a traceback", "machinery/run",
 mutant("save: whatever a task puts into its arguments", "machinery/options", "for name, value in vars(args).items() if name in names}",
        "for name, value in vars(args).items()}", "test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint")
 mutant("swa: statistics not estimated", "machinery/run",
-       'if self.args.average == "swa" and state.step == self.steps_per_epoch:', "if False:",
+       'if self.args.average == "swa" and state.step == self.sampler.steps_per_epoch:', "if False:",
        "test_swa_statistics_are_those_that_torch_estimates")
 mutant("swa: statistics of the next epoch", "machinery/run", "set_position(self.state.epoch, 0)",
        "set_position(self.state.epoch + 1, 0)",
@@ -64,7 +64,7 @@ mutant("swa: seeded by whoever loads", "machinery/run",
        "seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())", "pass",
        "test_swa_statistics_behind_dropout_do_not_depend_on_who_loads[single-1-1]")
 mutant("swa: statistics in the middle of an epoch", "machinery/run",
-       'self.args.average == "swa" and state.step == self.steps_per_epoch:',
+       'self.args.average == "swa" and state.step == self.sampler.steps_per_epoch:',
        'self.args.average == "swa":', "test_interrupted_swa_goes_on_bitwise")
 mutant("nodes: ranks are not compared", "machinery/run",
        "        check_agreement(args, sampler.length, val_set, device)\n", "", f"{TOLD}[seed]")
@@ -117,47 +117,47 @@ mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
 RESUMED_SPEED = "test_first_line_after_a_resume"
 WAIT = "test_data_wait_is_the_share_of_the_time_before_the_batches"
-mutant("speed: in images a millisecond", "machinery/run", "self.resumed) / (now - self.clock)", "self.resumed) / ((now - self.clock) * 1000)", SPEED)
-mutant("speed: since the start of the epoch", "machinery/run", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.waited, self.resumed = 0.0, 0", SPEED)
-mutant("speed: with what an earlier process trained on", "machinery/run", "(means[\"count\"] - self.resumed)", "means[\"count\"]", RESUMED_SPEED)
-mutant("speed: what an earlier process trained on is missing in each line", "machinery/run", "self.clock, self.waited, self.resumed = now, 0.0, 0",
+mutant("speed: in images a millisecond", "machinery/log", "self.resumed) / (now - self.clock)", "self.resumed) / ((now - self.clock) * 1000)", SPEED)
+mutant("speed: since the start of the epoch", "machinery/log", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.waited, self.resumed = 0.0, 0", SPEED)
+mutant("speed: with what an earlier process trained on", "machinery/log", "(means[\"count\"] - self.resumed)", "means[\"count\"]", RESUMED_SPEED)
+mutant("speed: what an earlier process trained on is missing in each line", "machinery/log", "self.clock, self.waited, self.resumed = now, 0.0, 0",
        "self.clock, self.waited = now, 0.0", RESUMED_SPEED)
-mutant("speed: with the evaluation", "machinery/run", "asked = self.clock = time.perf_counter()",
+mutant("speed: with the evaluation", "machinery/log", "asked = self.clock = time.perf_counter()",
        "asked = self.clock = self.clock or time.perf_counter()", SPEED)
-mutant("data_wait: since the start of the epoch", "machinery/run", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.clock, self.resumed = now, 0", WAIT)
-mutant("data_wait: with the steps", "machinery/run", "            asked = time.perf_counter()\n", "", WAIT)
+mutant("data_wait: since the start of the epoch", "machinery/log", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.clock, self.resumed = now, 0", WAIT)
+mutant("data_wait: with the steps", "machinery/log", "            asked = time.perf_counter()\n", "", WAIT)
 RANKS_SPEED = "test_speed_and_loss_are_those_of_all_ranks"
-mutant("speed: of one rank", "machinery/run", '(means["count"] - self', "(self.meter.count - self", RANKS_SPEED)
-mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
-mutant("log: step of the run for that of the epoch", "machinery/run", '"step": state.step,\n', '"step": state.global_step,\n', SPEED)
+mutant("speed: of one rank", "machinery/log", '(means["count"] - self', "(self.meter.count - self", RANKS_SPEED)
+mutant("log: epochs from 1", "machinery/log", '"epoch": state.epoch,\n', '"epoch": state.epoch + 1,\n', SPEED)
+mutant("log: step of the run for that of the epoch", "machinery/log", '"step": state.step,\n', '"step": state.global_step,\n', SPEED)
 mutant("log: steps of an epoch are counted for --log-every", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
        "logs = ends or state.step % args.log_every == 0", SPEED)
 mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
        "logs = state.global_step % args.log_every == 0", SPEED)
-mutant("log: learning rate of the next step", "machinery/run", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
+mutant("log: learning rate of the next step", "machinery/log", "state.learning_rates(state.global_step - 1)", "state.learning_rates(state.global_step)",
        "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
-mutant("log: norm rounded to float32", "machinery/run", '"grad_norm": grad_norm.item()', '"grad_norm": grad_norm.float().item()',
+mutant("log: norm rounded to float32", "machinery/log", '"grad_norm": grad_norm.item()', '"grad_norm": grad_norm.float().item()',
        "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
 PRINTED = "test_printed_line_is_what_was_logged"
-mutant("print: epochs from 0", "machinery/run", "f\"epoch {line['epoch'] + 1}/", "f\"epoch {line['epoch']}/", PRINTED)
-mutant("print: step of the run for that of the epoch", "machinery/run", "step {state.step}/{self.steps_per_epoch}  ",
-       "step {state.global_step}/{self.steps_per_epoch}  ", PRINTED)
-mutant("print: samples for images/s", "machinery/run", "{line['images_per_s']:.0f} images/s", "{means['count']:.0f} images/s", PRINTED)
-mutant("print: skipped in a row for skipped", "machinery/run", "skipped {skipped} steps", "skipped {state.scaler.in_a_row:.0f} steps", PRINTED)
-mutant("print: four digits of the loss", "machinery/run", "{name} {mean:.6f}", "{name} {mean:.4f}", PRINTED)
-mutant("print: evaluation with the count twice", "machinery/run", 'for name, value in metrics.items() if name != "count"]',
+mutant("print: epochs from 0", "machinery/log", "f\"epoch {line['epoch'] + 1}/", "f\"epoch {line['epoch']}/", PRINTED)
+mutant("print: step of the run for that of the epoch", "machinery/log", "step {state.step}/{self.sampler.steps_per_epoch}  ",
+       "step {state.global_step}/{self.sampler.steps_per_epoch}  ", PRINTED)
+mutant("print: samples for images/s", "machinery/log", "{line['images_per_s']:.0f} images/s", "{means['count']:.0f} images/s", PRINTED)
+mutant("print: skipped in a row for skipped", "machinery/log", "skipped {skipped} steps", "skipped {state.scaler.in_a_row:.0f} steps", PRINTED)
+mutant("print: four digits of the loss", "machinery/log", "{name} {mean:.6f}", "{name} {mean:.4f}", PRINTED)
+mutant("print: evaluation with the count twice", "machinery/log", 'for name, value in metrics.items() if name != "count"]',
        "for name, value in metrics.items()]", "test_evaluation_is_printed_and_logged")
 mutant("print: a resumed run names the epoch before", "machinery/run", 'f"at epoch {state.epoch + 1}, step', 'f"at epoch {state.epoch}, step',
        "test_resumed_run_says_where_it_goes_on")
 mutant("print: a finished run goes on", "machinery/run", "if state.epoch >= epochs:", "if state.epoch > epochs:",
        "test_resumed_run_says_where_it_goes_on")
 BAR = "test_progress_bar_shows_the_position_and_the_figures"
-mutant("bar: starts at 0 after a resume", "machinery/run", "initial=self.state.step, ", "", BAR)
-mutant("bar: names the epoch before", "machinery/run", 'f"epoch {self.state.epoch + 1}/{self.args.epochs}"',
+mutant("bar: starts at 0 after a resume", "machinery/log", "initial=self.state.step, ", "", BAR)
+mutant("bar: names the epoch before", "machinery/log", 'f"epoch {self.state.epoch + 1}/{self.args.epochs}"',
        'f"epoch {self.state.epoch}/{self.args.epochs}"', BAR)
-mutant("bar: does not move", "machinery/run", "            self.bar.update()\n", "            self.bar.update(0)\n", BAR)
-mutant("bar: stays open", "machinery/run", "asked = time.perf_counter()\n        self.bar.close()\n", "asked = time.perf_counter()\n", BAR)
-mutant("bar: position twice", "machinery/run", 'text.partition("  ")[2]',
+mutant("bar: does not move", "machinery/run", "        self.log.bar.update()\n", "        self.log.bar.update(0)\n", BAR)
+mutant("bar: stays open", "machinery/log", "asked = time.perf_counter()\n        self.bar.close()\n", "asked = time.perf_counter()\n", BAR)
+mutant("bar: position twice", "machinery/log", 'text.partition("  ")[2]',
        "text", BAR)
 ALL = 'self.save(*files, "last.pt")'
 mutant("save: last.pt before best.pt", "machinery/run", ALL, 'self.save("last.pt", *files)', ORDERED)
@@ -177,9 +177,9 @@ mutant("best: by the loss", "machinery/run", 'known = [name for name in metrics 
 mutant("best: forgotten at resume", "machinery/state", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
-mutant("eval-only: the epoch after", "machinery/run", "epoch -= 1  # the checkpoint counts the epoch as done", "pass", EVAL_ONLY)
-mutant("eval-only: the epoch before the first", "machinery/run", "self.state.step == 0 < epoch", "self.state.step == 0", EVAL_ONLY)
-mutant("eval-only: the epoch before that of a step", "machinery/run", "self.state.step == 0 < epoch", "0 < epoch", EVAL_ONLY)
+mutant("eval-only: the epoch after", "machinery/log", "epoch -= 1  # the checkpoint counts the epoch as done", "pass", EVAL_ONLY)
+mutant("eval-only: the epoch before the first", "machinery/log", "self.state.step == 0 < epoch", "self.state.step == 0", EVAL_ONLY)
+mutant("eval-only: the epoch before that of a step", "machinery/log", "self.state.step == 0 < epoch", "0 < epoch", EVAL_ONLY)
 REMEMBER = "received.append(list(SIGNALS).index(number) + 1)"
 mutant("signals: the last one wins", "machinery/run", REMEMBER, "received[:] = [list(SIGNALS).index(number) + 1]", WINS)
 mutant("signals: the first one wins", "machinery/run", REMEMBER, "received[:] = received or [list(SIGNALS).index(number) + 1]", WINS)
@@ -346,13 +346,11 @@ mutant("eval-only: needs a checkpoint", "machinery/options", "args.eval_only and
        "test_weights_from_elsewhere_are_evaluated_without_a_checkpoint[single-1]")
 mutant("save: no names of classes", "machinery/run", ', "classes": self.classes}', '}', "test_checkpoint_names_the_classes")
 HEADER = "test_header_says_what_runs_where"
-mutant("header: a share without the micro-batches", "machinery/run", "math.ceil(args.batch_size / args.accum_steps) / devices", "args.batch_size / devices", HEADER)
-mutant("header: replicas are not counted", "machinery/run", 'devices = common.get_world_size() * getattr(args, "replicas", 1)', "devices = common.get_world_size()", f"{HEADER}[dp-2-2-16]")
-mutant("header: in every epoch", "machinery/run", "if not self.bar:", "if True:", PRINTED)
+mutant("header: a share without the micro-batches", "machinery/log", "math.ceil(args.batch_size / args.accum_steps) / devices", "args.batch_size / devices", HEADER)
+mutant("header: replicas are not counted", "machinery/log", 'devices = common.get_world_size() * getattr(args, "replicas", 1)', "devices = common.get_world_size()", f"{HEADER}[dp-2-2-16]")
+mutant("header: in every epoch", "machinery/log", "if not self.bar:", "if True:", PRINTED)
 mutant("swa: epochs that are lost are averaged again", "machinery/files", "for epoch in swa_epochs(**schedule) if epoch <= done]", "for epoch in swa_epochs(**schedule)]", "test_swa_refuses_epochs_whose_average_is_lost",
        "test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages")
-mutant("save: what followed the first error is shown", "common", "first if isinstance(first, OSError) else error", "error",
-       "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
 SHARDED = "test_shards_equal_one_device"
 mutant("shards: not put together in a file", "machinery/state", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
        "test_file_of_shards_holds_whole_plain_tensors")
@@ -361,7 +359,7 @@ ANY_CUT = "test_tensors_that_are_cut_in_any_way_are_joined"
 mutant("shards: each cut is one of rows", "machinery/state", "if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):", "if False:", f"{ANY_CUT}[3]")
 mutant("shards: rows of rows are the whole", "machinery/state", "last.is_shard(0) and all(place.is_replicate() for place in copies)", "last.is_shard(0)", f"{ANY_CUT}[6]")
 mutant("eval-only: nothing is left to do", "machinery/run", "if self.args.eval_only and state.step == 0:", "if False:", "test_eval_only_says_what_it_evaluates")
-mutant("stop: behind the progress bar", "machinery/run", "            if self.bar:\n                self.bar.close()  # else its line would go on with the next one\n", "", "test_stop_says_what_it_saved_and_ends_with_its_code")
+mutant("stop: behind the progress bar", "machinery/run", "            if self.log.bar:\n                self.log.bar.close()\n", "", "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("shards: the rest of an unequal cut is lost", "machinery/state", "math.ceil(len(shards) / ranks)", "len(shards) // ranks", SHARDS)
 mutant("shards: their padding in the middle", "machinery/state", "padded[: len(own)] = own", "padded[rows - len(own) :] = own", SHARDS)
 mutant("shards: collected among all ranks", "machinery/state", "shards.device_mesh.get_group(-1)", "None", "test_ranks_of_one_row_share_a_copy")
@@ -422,10 +420,10 @@ mutant("divergence: saved before it is seen", "machinery/run", "if logs or saves
        "test_steps_between_log_lines_do_not_wait_for_the_device")
 
 SECONDS = "test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving"
-mutant("seconds: saving is training", "machinery/run", '        self._spend("save_s")\n', "", SECONDS)
-mutant("seconds: saving is training before it too", "machinery/run", '        self._spend("train_s")\n        if self', "        if self", SECONDS)
+mutant("seconds: saving is training", "machinery/run", '        self.log.spend("save_s")\n', "", SECONDS)
+mutant("seconds: saving is training before it too", "machinery/run", '        self.log.spend("train_s")\n        if self', "        if self", SECONDS)
 WAIT_SAVE = "        if self.files:\n            self.files.wait()  # for the save before\n"
-mutant("seconds: to wait for the save before is training", "machinery/run", f'        self._spend("train_s")\n{WAIT_SAVE}', f'{WAIT_SAVE}        self._spend("train_s")\n', SECONDS)
+mutant("seconds: to wait for the save before is training", "machinery/run", f'        self.log.spend("train_s")\n{WAIT_SAVE}', f'{WAIT_SAVE}        self.log.spend("train_s")\n', SECONDS)
 
 # Saving beside the next steps
 BESIDE = "test_steps_go_on_while_the_disk_is_busy_and_the_next_save_waits"
@@ -446,8 +444,8 @@ mutant("end: while a save is under way", "machinery/files", "        self.wait()
        "test_run_that_finishes_waits_for_its_last_save")
 mutant("divergence: while a save is under way", "machinery/run", "            if self.files:\n                self.files.wait()\n            problem", "            problem",
        "test_run_that_diverged_waits_for_its_last_save")
-mutant("seconds: evaluation is training", "machinery/run", '        self._spend("eval_s")\n', '        self._spend("train_s")\n', SECONDS)
-mutant("seconds: training is evaluation", "machinery/run", '        self._spend("train_s")\n        state = self.state', "        state = self.state", SECONDS)
-mutant("seconds: of the whole run", "machinery/run", "        line |= self.spent\n        self._reset_times()\n", "        line |= self.spent\n", SECONDS)
-mutant("seconds: counted twice", "machinery/run", "        self.mark = now\n", "", SECONDS)
-mutant("seconds: not in the log", "machinery/run", "        line |= self.spent\n", "", SECONDS)
+mutant("seconds: evaluation is training", "machinery/log", '        self.spend("eval_s")\n', '        self.spend("train_s")\n', SECONDS)
+mutant("seconds: training is evaluation", "machinery/run", '        self.log.spend("train_s")\n        state = self.state', "        state = self.state", SECONDS)
+mutant("seconds: of the whole run", "machinery/log", "        line |= self.spent\n        self.start_evaluation_line()\n", "        line |= self.spent\n", SECONDS)
+mutant("seconds: counted twice", "machinery/log", "        self.mark = now\n", "", SECONDS)
+mutant("seconds: not in the log", "machinery/log", "        line |= self.spent\n", "", SECONDS)
