@@ -533,6 +533,8 @@ class WeightAverage(AveragedModel):
             averaged |= {id(norm.running_mean), id(norm.running_var)}
         tensors = [*self.module.parameters(), *self.module.buffers()]
         self.averaged = [id(value) in averaged for value in tensors]
+        modules, none = self.module.named_modules(), nn.Module.get_extra_state
+        self.extra = [name for name, module in modules if type(module).get_extra_state is not none]
 
     def after_step(self, net: nn.Module) -> None:
         if self.kind == "ema":
@@ -561,6 +563,9 @@ class WeightAverage(AveragedModel):
             else:
                 torch._foreach_copy_(mine, new)
         self.n_averaged += 1
+        for name in self.extra:
+            state = net.get_submodule(name).get_extra_state()
+            self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averaged network, under its own names, and `n_averaged`."""

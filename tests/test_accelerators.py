@@ -326,7 +326,9 @@ sys.exit(run_main(main))
 """
 
 
-@pytest.mark.parametrize("code", [*(pytest.param(c, marks=pytest.mark.long) for c in (0, 3)), 143])
+@pytest.mark.parametrize(
+    "code", [*(pytest.param(c, marks=pytest.mark.release) for c in (0, 3)), 143]
+)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
     """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
@@ -373,7 +375,7 @@ print(torch.backends.cudnn.conv.fp32_precision)
 """
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="names of torch 2.9")
 def test_caller_may_have_chosen_the_precision_by_newer_names():
     finished = subprocess.run(

@@ -271,7 +271,7 @@ def test_bare_loop_has_the_precision_of_the_script(amp):
     assert seen == [torch.float32 if amp == "off" else torch.bfloat16]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_a_bad_option_ends_with_code_2_and_one_line(tmp_path):
     finished = run_bench("--steps", 0, cwd=tmp_path, TMPDIR=str(tmp_path))
     assert finished.returncode == 2 and finished.stdout == "" and not list(tmp_path.iterdir())

@@ -98,12 +98,15 @@ OF_ITS_OWN = [
     "swa",
 ]  # where dp has other code at work
 
+PLAIN = [feature for feature in FEATURES if feature not in OF_ITS_OWN]
+
 
 @pytest.mark.parametrize(
     ("mode", "n", "feature"),
     [
         *(("dp", 3, feature) for feature in OF_ITS_OWN),
-        *(("ddp", 3, feature) for feature in FEATURES),
+        *(("ddp", 3, feature) for feature in OF_ITS_OWN),
+        *(pytest.param("ddp", 3, feature, marks=pytest.mark.long) for feature in PLAIN),
     ],
 )
 def test_feature_equals_one_device(mode, n, feature, tmp_path):

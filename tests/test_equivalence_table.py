@@ -85,8 +85,8 @@ def test_whole_runs_pass(monkeypatch, tmp_path, capsys):
     ("patch", "broken"),
     [
         (without_wrap, ("ddp", "spawn")),
-        (without_scale, ("ddp", "spawn")),
-        (without_gradients_of_others, ("dp",)),
+        pytest.param(without_scale, ("ddp", "spawn"), marks=pytest.mark.release),
+        pytest.param(without_gradients_of_others, ("dp",), marks=pytest.mark.release),
     ],
 )
 def test_a_broken_run_is_red(patch, broken, monkeypatch, tmp_path, capsys):

@@ -275,7 +275,7 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
     path = run.files.directory / "last.pt"
     run = make_run(tmp_path / "elsewhere", "--epochs", 3, "--eval-only", "--resume", path)
     capsys.readouterr()
-    run.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
+    run.log.eval_line({"loss": 1.5, "top1": 0.25, "count": 57})
     wanted = f"epoch {shown}/3  eval  loss 1.500000  top1 0.250000  (57 samples)\n"
     assert capsys.readouterr().out == wanted
     (line,) = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
@@ -297,7 +297,7 @@ def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
     path = run.files.directory / "last.pt"
     again = make_run(run.files.directory.parent, "--eval-only", "--resume", path)
     capsys.readouterr()
-    again.log_eval({"loss": 1.5, "top1": 0.25, "count": 57})
+    again.log.eval_line({"loss": 1.5, "top1": 0.25, "count": 57})
     assert "epoch 2/30  eval  loss 1.500000" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in run.files.directory.iterdir()} == before
 

@@ -45,7 +45,7 @@ def test_another_project_uses_two_files_and_gets_the_same_at_every_world_size(tm
         assert torch.allclose(nets[3][name], value, rtol=1e-10, atol=1e-12), name
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_another_project_resumes_at_another_world_size(tmp_path):
     for name in ("common.py", "sampling.py", "examples/other_project.py"):
         shutil.copy(ROOT / name, tmp_path)

@@ -100,7 +100,16 @@ print([file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["train_ddp", "stopped", "minimal_ddp", "other_project"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "train_ddp",
+        *(
+            pytest.param(what, marks=pytest.mark.release)
+            for what in ("stopped", "minimal_ddp", "other_project")
+        ),
+    ],
+)
 def test_no_thread_of_gloo_outlives_the_process_group(what, tmp_path):
     """Such a thread ends Python's last clean-up with SIGABRT now and then, and a good run with code 134."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -224,12 +224,16 @@ def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp
     [
         ("dp", ["--replicas", 3], "cannot be cut into 3 devices"),
         ("spawn", ["--nproc=3"], "cannot be cut into 3 devices"),
-        ("dp", [3], "cannot be cut into 3 devices"),
-        ("spawn", [3], "cannot be cut into 3 devices"),
-        ("dp", [], "cannot be cut into 2 devices"),
-        ("spawn", [], "cannot be cut into 2 devices"),
-        ("dp", [3, "--replicas", 3], "cannot be cut into 3 devices"),
-        ("spawn", [2, "--nproc", 3], "cannot be cut into 3 devices"),
+        pytest.param(*("dp", [3], "cannot be cut into 3 devices"), marks=pytest.mark.release),
+        pytest.param(*("spawn", [3], "cannot be cut into 3 devices"), marks=pytest.mark.release),
+        pytest.param(*("dp", [], "cannot be cut into 2 devices"), marks=pytest.mark.release),
+        pytest.param(*("spawn", [], "cannot be cut into 2 devices"), marks=pytest.mark.release),
+        pytest.param(
+            *("dp", [3, "--replicas", 3], "cannot be cut into 3 devices"), marks=pytest.mark.release
+        ),
+        pytest.param(
+            *("spawn", [2, "--nproc", 3], "cannot be cut into 3 devices"), marks=pytest.mark.release
+        ),
     ],
 )
 def test_number_of_devices_is_n_or_the_option_or_the_default(mode, arguments, message, tmp_path):

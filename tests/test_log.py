@@ -96,7 +96,7 @@ def test_first_line_after_a_resume(clock, tmp_path):
 
 def check_speed_of_two_ranks(folder):
     """On each rank: 3 and 2 samples a step."""
-    clock = machinery.run.time = Clock()
+    clock = machinery.log.time = Clock()
     rank = dist.get_rank()
     run = make_run(Path(folder), "--log-every", 2, rank=rank, world_size=2)
     start_epoch(run)
@@ -312,7 +312,7 @@ def test_what_json_cannot_say_is_null(value, clock, tmp_path, capsys):
     start_epoch(run)
     clock.seconds += 1
     make_step(run, [value, 1.0], norm=value)
-    run.log_eval({"loss": value, "top1": 0.25, "count": 57})
+    run.log.eval_line({"loss": value, "top1": 0.25, "count": 57})
     train_line, eval_line = log_of(tmp_path)
     assert train_line["loss"] is train_line["grad_norm"] is eval_line["loss"] is None
     assert train_line["images_per_s"] == 2.0
@@ -323,7 +323,7 @@ def test_what_json_cannot_say_is_null(value, clock, tmp_path, capsys):
 def test_evaluation_is_printed_and_logged(tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 4)
     run.state.epoch, run.state.step, run.state.global_step = 2, 6, 18
-    run.log_eval({"loss": 1.23456789, "top1": 0.5, "top5": 0.98765432, "count": 57})
+    run.log.eval_line({"loss": 1.23456789, "top1": 0.5, "top5": 0.98765432, "count": 57})
     *_, text = capsys.readouterr().out.splitlines()
     assert text == "epoch 3/4  eval  loss 1.234568  top1 0.500000  top5 0.987654  (57 samples)"
     assert without_speed(log_of(tmp_path)) == [
@@ -367,7 +367,7 @@ def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock
     clock.seconds += 16.0
     run.eval_model(loading)
     clock.seconds += 4.0
-    run.log_eval({"loss": 1.0, "top1": 0.5, "count": 57})
+    run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
     lines = [line for line in log_of(tmp_path) if line["event"] == "eval"]
     times = [[line[name] for name in ("train_s", "eval_s", "save_s")] for line in lines]
     # The save of end_epoch comes after its line, and counts for the next one.
@@ -396,7 +396,7 @@ class Bar:
 def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkeypatch, capsys):
     bars = []
     monkeypatch.setattr(
-        "machinery.run.tqdm",
+        "machinery.log.tqdm",
         lambda *_, **settings: bars.append(Bar(**settings)) or bars[-1],
     )
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -419,7 +419,7 @@ def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkey
     )
     assert column(shown, "speed") == [12, 6]
     assert "loss" not in capsys.readouterr().out, "no plain lines beside the bar"
-    run.log_eval({"loss": 1.0, "top1": 0.5, "count": 57})
+    run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
     assert "eval" in capsys.readouterr().out, "which follows the bar"
     monkeypatch.setenv("RANK", "1")
     start_epoch(run)
@@ -441,7 +441,7 @@ def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
     for losses in LOSSES:
         clock.seconds += 1
         make_step(run, losses)
-    run.log_eval({"loss": 1.5, "top1": 0.5, "count": 57})
+    run.log.eval_line({"loss": 1.5, "top1": 0.5, "count": 57})
     positions = {"event", "epoch", "step", "global_step", "count"}
     wanted = [
         (f"{line['event']}/{name}", value, line["global_step"])

@@ -330,7 +330,7 @@ def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.release)])
 def test_node_whose_partner_never_comes_says_so(rank, tmp_path):
     """The others are not started, or look elsewhere."""
     port = free_port() if rank == 0 else 1  # where nobody listens
@@ -507,7 +507,11 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGUSR1, marks=pytest.mark.release), signal.SIGTERM],
+    ids=["USR1", "TERM"],
+)
 def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
     scratch = tmp_path / "tmp"
     scratch.mkdir()

@@ -117,7 +117,12 @@ def catches(pid, number):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "send"), [("spawn", os.kill), ("ddp", os.kill), ("ddp", os.killpg)]
+    ("mode", "send"),
+    [
+        ("spawn", os.kill),
+        pytest.param("ddp", os.kill, marks=pytest.mark.release),
+        ("ddp", os.killpg),
+    ],
 )
 def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, send, tmp_path):
     """A Python that has just begun knows no handler of ours; and what it was told must not be forgotten."""
@@ -129,7 +134,7 @@ def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, send, tm
         assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tmp_path):
     (tmp_path / "task.py").write_text(
         "import os\nfrom small import *\nfrom small import build_model as build\n"
@@ -145,7 +150,7 @@ def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("spawn", marks=pytest.mark.release)])
 def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
     """Whatever they do: what was called may ignore signals, or hold the interpreter, so that no handler of ours is heard."""
     (tmp_path / "task.py").write_text(
@@ -556,7 +561,16 @@ sys.exit(run_main(lambda: 0))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        *(
+            pytest.param(number, marks=pytest.mark.release)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        ),
+    ],
+)
 def test_signal_in_pythons_last_clean_up_is_too_late(number):
     """The run is done, and its code is 0; Python has already taken its handlers away."""
     finished = subprocess.run(

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import (
     TASKS,
+    average_of,
     check,
     compare,
     in_group,
@@ -62,6 +63,15 @@ def test_file_is_loaded_by_a_network_that_asks_for_versions(tmp_path):
     weights = ("--weights", trained.folder / "last.pt", "--output-dir", tmp_path / "again")
     again = train("single", 1, *argv, *weights, folder=tmp_path)
     assert again.code == 0 and "weights: 4 of the model's 4 tensors" in again.out, again.err
+
+
+def test_average_has_the_extra_state_of_the_network():
+    args = make_args("single", *OWN, "--model", "counts")
+    net = machinery.tasks.load_task(args).build_model(args)
+    average = average_of(make_args("single", "--average", "ema"), net)
+    net.between.calls = 7
+    average.update_parameters(net)
+    assert average.module.between.calls == 7
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])

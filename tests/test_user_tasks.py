@@ -600,7 +600,7 @@ def test_metrics_of_the_whole_set_are_right(tmp_path, monkeypatch):
     assert meter.mean(macro) == {"loss": 0.0, "f1": expected, "count": 101}
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name(whole, tmp_path):
     """And another name goes on: no score was kept."""
     result = train("ddp", 2, *whole, "--best", "map", folder=tmp_path)
@@ -720,7 +720,7 @@ def test_options_of_a_task_are_parsed_stored_and_compared(own, tmp_path):
     assert "was made with [2.0, 3.5]; use that" in refused.err
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_options_of_a_task_are_in_its_help(own, tmp_path):
     command = ["bash", str(ROOT / "run.sh"), "ddp", "2", *own, "--help"]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}

@@ -144,6 +144,8 @@ mutant("weights: not loaded", "common", "    loaded.update(fits)\n", "",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("weights: without the versions of modules", "common", "loaded = net.state_dict()", "loaded = dict(net.state_dict())",
        "test_file_is_loaded_by_a_network_that_asks_for_versions")
+mutant("average: extra state stays at the start", "common", "self.module.get_submodule(name).set_extra_state(", "repr(",
+       "test_average_has_the_extra_state_of_the_network")
 mutant("ranks: int8 is unknown", "common", "integer = {1: torch.int8, 2:", "integer = {2:", "test_drift_of_a_parameter_of_one_byte_is_seen")
 mutant("weights: prefixes kept", "common", 'if part not in ("module", "_orig_mod"))', ")",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
