@@ -329,7 +329,7 @@ sys.exit(run_main(main))
 @pytest.mark.parametrize(
     "code", [*(pytest.param(c, marks=pytest.mark.release) for c in (0, 3)), 143]
 )
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.release), "fsdp"])
 def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
     """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
     finished = subprocess.run(

@@ -80,7 +80,10 @@ def assert_same(result, reference):
 # A save is fsync (of the log), fsync for each file, and replace, fsync for each name: last.pt in the fourth step, and in the sixth,
 # which is the last of the epoch; then best.pt and last.pt after the evaluation. So the 3rd, 7th, 12th, 14th and 22nd put a new file
 # into its place. Those of the first evaluation are calls 9 to 15.
-@pytest.mark.parametrize("number", [2, 3, 7, 11, 12, 13, 14, 22])
+@pytest.mark.parametrize(
+    "number",
+    [2, 7, 12, 22, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 11, 13, 14))],
+)
 def test_killed_within_a_save(number, tmp_path):
     killed = train(
         "single", 1, *SMALL, folder=tmp_path, patch=functools.partial(kill_at_call, number)

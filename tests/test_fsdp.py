@@ -30,9 +30,7 @@ NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
 AVERAGED = ("--average ema", "--average swa --epochs 4")
 
 
-@pytest.mark.parametrize(
-    "n", [pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
 @pytest.mark.parametrize(
     "options",
     [

@@ -254,6 +254,7 @@ def test_script_decides_how_many_devices_if_n_is_not_given(mode, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--help"])
+@pytest.mark.long
 def test_help_is_shown_and_nothing_is_started(option, tmp_path):
     finished = run_sh("ddp", 2, option, cwd=tmp_path)
     assert finished.returncode == 0 and finished.stdout.count("usage: train_ddp.py") == 1

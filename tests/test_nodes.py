@@ -313,6 +313,7 @@ def at_an_address(port, rank):
     os.environ.update(address, LOCAL_RANK="0", LAUNCH_RENDEZVOUS_FILE="")
 
 
+@pytest.mark.long
 def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
     own, patch = (
         ["--data-dir", "/nowhere", "--dataset", "imagefolder"],

@@ -481,7 +481,7 @@ def test_stop_says_what_it_saved_and_ends_with_its_code(
 ):
     run = make_run(tmp_path, "--log-every", "50")
     start_epoch(run)
-    monkeypatch.setattr(run.bar, "close", lambda: print("the line of the bar ends"))
+    monkeypatch.setattr(run.log.bar, "close", lambda: print("the line of the bar ends"))
     make_step(run, [1.0])
     os.kill(os.getpid(), number)
     with pytest.raises(machinery.processes.Stopped) as stopped:

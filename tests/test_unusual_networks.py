@@ -74,7 +74,7 @@ def test_average_has_the_extra_state_of_the_network():
     assert average.module.between.calls == 7
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_shards_of_parts_that_are_read_without_a_call(n, tmp_path):
     argv = (*OWN, "--model", "parameters")
     deviations = compare(train("fsdp", n, *argv, folder=tmp_path), single_run(*argv))
