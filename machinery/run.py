@@ -7,7 +7,7 @@ import math
 import shlex
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -240,19 +240,21 @@ class Run:
             self.refused = self.files.write_checkpoint(checkpoint, names)
         self.log.spend("save_s")
         if self.stopping:
-            step = self.state.global_step
-            if broadcast_object(self.refused):
-                how = f"stopped by {self.stopping.name} at step {step}, which was not saved"
-                raise Stopped(3, how)
-            if self.log.bar:
-                self.log.bar.close()  # else its line would go on with the next one
-            if self.files:
-                self.files.wait()
-                directory = shlex.quote(str(self.files.directory))
-                again = f"--output-dir {directory} --resume auto"
-                print(f"to go on: the same command with {again}", flush=True)
-            code = SIGNALS[self.stopping]
-            raise Stopped(code, f"stopped by {self.stopping.name} after saving step {step}")
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        """End the run on a signal; last.pt has just been handed to the thread that writes it."""
+        name, step = self.stopping.name, self.state.global_step
+        if broadcast_object(self.refused):
+            raise Stopped(3, f"stopped by {name} at step {step}, which was not saved")
+        if self.log.bar:
+            self.log.bar.close()  # else its line would go on with the next one
+        if self.files:
+            self.files.wait()
+            directory = shlex.quote(str(self.files.directory))
+            again = f"--output-dir {directory} --resume auto"
+            print(f"to go on: the same command with {again}", flush=True)
+        raise Stopped(SIGNALS[self.stopping], f"stopped by {name} after saving step {step}")
 
     def finish(self) -> None:
         """Wait for all ranks, and close the files. Raises Stopped if the last save was refused."""

@@ -112,7 +112,7 @@ mutant("ends: a rank leaves before the others know", "machinery/processes",
        'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
        "return UsageError(message)", "test_early_end_of_all_ranks_waits_for_all")
 mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/run",
-       "raise Stopped(3, how)", "raise Stopped(SIGNALS[self.stopping], how)",
+       "raise Stopped(3, f\"stopped by", "raise Stopped(SIGNALS[self.stopping], f\"stopped by",
        "test_warning_of_slurm_ends_with_3_if_the_run_could_not_be_saved")
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
 RESUMED_SPEED = "test_first_line_after_a_resume"
@@ -193,7 +193,7 @@ mutant("end: a module keeps gloo's threads in the minimal script", "examples/min
        "import torch.distributed.nn.functional  #", "#", f"{THREAD_OF_GLOO}[minimal_ddp]")
 mutant("signals: the weaker one of the ranks wins", "machinery/run", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
 mutant("signals: ranks wait in every step", "machinery/run", "due = self.pending if wait else earlier", "due = self.pending", WINNER)
-mutant("stop: names another signal", "machinery/run", 'f"stopped by {self.stopping.name} after', 'f"stopped by {list(SIGNALS)[0].name} after',
+mutant("stop: names another signal", "machinery/run", 'f"stopped by {name} after', 'f"stopped by {list(SIGNALS)[0].name} after',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
        "test_stop_that_could_not_be_saved_says_so")
