@@ -56,8 +56,8 @@ if ! has_requirements; then
   has_requirements || (flock 9 2>/dev/null || true && set_up) 9<"$here" # one call at a time
 fi
 
-# By itself glibc gives the memory of the gradients back to the system in every step on a CPU, and takes it again
-export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
+# By itself glibc gives the memory of gradients and convolutions back to the system in every step on a CPU, and takes it again
+export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
 export PYTHONHASHSEED=${PYTHONHASHSEED:-0} # a task that numbers the classes of a set() does so alike in every process
 case $mode in # what is proved is said of CPUs; tests marked gpu need the accelerator
   test | equivalence | mutants | faults | fuzz) [[ " $* " == *" -m gpu"* ]] || export CUDA_VISIBLE_DEVICES="" ;;

@@ -183,7 +183,7 @@ class GlobalBatchSampler(Sampler):
             yield self.epoch, self._order(torch.cat(slices).numpy()).tolist()  # to KeyedDataset
 
     def _order(self, positions: np.ndarray) -> np.ndarray:
-        key = splitmix64(self.seed, self.epoch, -1)  # no sample has the number -1
+        key = splitmix64(self.seed, self.epoch, -1)  # seed_rng never gets a micro-batch -1
         if not self.balanced:
             return permuted(positions, self.length, key)
         drawn = splitmix64(key, positions.astype(np.uint64), 0) % len(self.sizes)

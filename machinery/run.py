@@ -161,8 +161,8 @@ class Run:
             self.save("last.pt")
 
     def _end_if_diverged(self) -> None:
-        # To read the number is to wait for the device: do it only where the host waits anyway. And
-        # only after `stop.agreed`, which raises if a rank is lost: CUDA would then wait for ever.
+        # To read the number is to wait for the device: so only at log lines and saves, which wait
+        # anyway. `stop.agreed` comes first: it raises if a rank is lost, where CUDA would hang.
         if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             if self.files:
                 self.files.wait()
@@ -205,16 +205,16 @@ class Run:
         score, sign = metrics[name], -1 if name == "loss" else 1
         self.log.eval_line(metrics)
         state.epoch, state.step = state.epoch + 1, 0
-        earlier, files = state.best, []
+        earlier, names = state.best, []
         rounding = 1e-12 * abs(state.best or 0)  # of the same weights on another number of ranks
         higher = state.best is None or sign * (score - state.best) > rounding
         if math.isfinite(score) and higher:
-            state.best, files = score, ["best.pt"]
+            state.best, names = score, ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
-            files.append(f"epoch-{state.epoch:04}.pt")
+            names.append(f"epoch-{state.epoch:04}.pt")
         # After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
-        self.save(*files, "last.pt")  # last.pt last: it counts the epoch as done
+        self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
             state.best = earlier  # of best.pt. Only rank 0 knows of it, and only rank 0 saves it
         if self.files and state.epoch == args.epochs and state.best is not None:

@@ -31,8 +31,8 @@ mutant("run.sh: spawn forgets N", "run.sh", '${devices:+--nproc "$devices"}', ""
 KEPT = "test_memory_of_the_gradients_is_kept_from_step_to_step"
 mutant("memory: what is freed goes back to the system", "run.sh", "MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}",
        "MALLOC_TRIM_THRESHOLD_=131072", KEPT)
-mutant("memory: the large gradients are mapped anew in every step", "run.sh", "MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}",
-       "MALLOC_MMAP_THRESHOLD_=131072", KEPT)
+mutant("memory: the large gradients are mapped anew in every step", "run.sh", "MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0}",
+       "MALLOC_MMAP_MAX_=65536 MALLOC_MMAP_THRESHOLD_=33554432", KEPT)
 
 # ---------------------------------------------------------------------------------------------------------------------- machinery/launch.py
 

@@ -159,9 +159,9 @@ mutant("bar: does not move", "machinery/run", "        self.log.bar.update()\n",
 mutant("bar: stays open", "machinery/log", "asked = time.perf_counter()\n        self.bar.close()\n", "asked = time.perf_counter()\n", BAR)
 mutant("bar: position twice", "machinery/log", 'text.partition("  ")[2]',
        "text", BAR)
-ALL = 'self.save(*files, "last.pt")'
-mutant("save: last.pt before best.pt", "machinery/run", ALL, 'self.save("last.pt", *files)', ORDERED)
-mutant("save: last.pt before the kept one", "machinery/run", ALL, 'self.save(*files[:1], "last.pt", *files[1:])', ORDERED)
+ALL = 'self.save(*names, "last.pt")'
+mutant("save: last.pt before best.pt", "machinery/run", ALL, 'self.save("last.pt", *names)', ORDERED)
+mutant("save: last.pt before the kept one", "machinery/run", ALL, 'self.save(*names[:1], "last.pt", *names[1:])', ORDERED)
 mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args.keep_every == 0", "state.epoch % args.keep_every == 1",
        "test_kept_epochs_are_every_so_many")
 mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
