@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -349,12 +350,13 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
         group["lr"] = float(group["lr"]) * factor  # a task may have set a tensor
 
 
-# To add a schedule, write a function and name it in SCHEDULES; if it reads `marks`, in USE_MARKS
-# too; if it repeats itself, in CYCLES, which SWA reads. The function returns the learning rate
-# divided by its peak, at a global step from `start`, where the warm-up ends, to `end`, where the
-# run ends. `marks` is --step-epochs in steps: where the rate drops, or the length of a cycle.
-# `low` is --final-lr: the last rate divided by the peak. In a function that reads `marks` it is
-# --step-gamma instead: the factor of a drop, or the lowest rate of a cycle divided by the peak.
+# To add a schedule, write a function and name it in SCHEDULES; --schedule then knows it:
+#     def halving(step, start, end, marks, low):
+#         return 0.5 ** ((step - start) / 1000)
+# It returns the learning rate divided by its peak, at a global step from `start`, the end of the
+# warm-up, to `end`, the end of the run. `low` is --final-lr: the last rate divided by the peak.
+# If the function reads `marks`, which is --step-epochs in steps, name it in USE_MARKS too; `low`
+# is then --step-gamma. If it repeats itself, name it in CYCLES, which SWA reads.
 
 
 def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
@@ -534,6 +536,8 @@ class WeightAverage(AveragedModel):
             averaged |= {id(norm.running_mean), id(norm.running_var)}
         tensors = [*self.module.parameters(), *self.module.buffers()]
         self.averaged = [id(value) in averaged for value in tensors]
+        parameters = enumerate(self.module.parameters())
+        self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
         modules, none = self.module.named_modules(), nn.Module.get_extra_state
         self.extra = [name for name, module in modules if type(module).get_extra_state is not none]
 
@@ -564,6 +568,10 @@ class WeightAverage(AveragedModel):
             else:
                 torch._foreach_copy_(mine, new)
         self.n_averaged += 1
+        averages, parameters = list(self.module.parameters()), list(net.parameters())
+        for i in self.infinite:  # by design: the mean of two infinities would be NaN
+            finite = parameters[i].isfinite()
+            averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
         for name in self.extra:
             state = net.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
@@ -753,6 +761,7 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     The others are copies of the first, and appear after it, in this order.
     """
     temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
+    handled = sys.exc_info()[1]  # what a caller may be about to handle
     try:
         for path, temporary in zip(paths, temporaries):
             if path is paths[0]:
@@ -768,8 +777,13 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
             os.fsync(directory)  # and the name too
             os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        # torch goes on after a refused write, and reports what follows from it.
+        first: BaseException = error
+        while first.__context__ not in (None, handled):
+            first = first.__context__
+        reason = str(first if isinstance(first, OSError) else error).splitlines()[0]
         problem = f"{path} could not be written (is the disk full?); the last good file stays"
-        raise OSError(f"{problem}: {str(error).splitlines()[0]}") from error
+        raise OSError(f"{problem}: {reason}") from error
     finally:
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)

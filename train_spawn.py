@@ -107,9 +107,9 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        common.sync_buffers(net)  # rank 0's BatchNorm statistics, for all
+        common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         average.after_epoch(net, state.epoch)  # for --average swa
-        run.save("last.pt")  # an evaluation may crash. A signal ends the run here
+        run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
         eval_model = run.eval_model(train_loader)  # the bare network, or its average
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:

@@ -47,9 +47,7 @@ class Log:
         # Since the last training line: its time, and the seconds of waiting for batches.
         self.clock = self.waited = 0.0
         self.resumed = 0  # samples of the next line, on which an earlier process trained
-        # Since the last evaluation line: seconds by what they were spent on, up to `mark`.
-        self.spent: dict[str, float] = {}
-        self.mark = 0.0
+        self.lr = 0.0  # of the next step
         self.start_evaluation_line()
 
     def watch(self, loader: DataLoader) -> Iterator[Any]:
@@ -64,7 +62,7 @@ class Log:
             dynamic_ncols=True,
             disable=None if get_rank() == 0 else True,  # None: only where somebody watches
         )
-        self.waited = 0.0
+        self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
         asked = self.clock = time.perf_counter()
         for batch in loader:
             self.waited += time.perf_counter() - asked
@@ -96,7 +94,7 @@ class Log:
             "step": state.step,
             "global_step": state.global_step,
             "loss": means["loss"],
-            "lr": state.learning_rates(state.global_step - 1)[0],  # of the step just made
+            "lr": self.lr,
             "images_per_s": (means["count"] - self.resumed) / (now - self.clock),
             "grad_norm": grad_norm.item(),
             "skipped": skipped,
@@ -113,7 +111,7 @@ class Log:
         self._write(line, f"step {state.step}/{self.sampler.steps_per_epoch}  {text}")
 
     def start_evaluation_line(self) -> None:
-        """Count the seconds for the next evaluation line from now on."""
+        """Count the seconds for the next evaluation line; `mark` is the last reading."""
         self.spent, self.mark = {"train_s": 0.0, "eval_s": 0.0, "save_s": 0.0}, time.perf_counter()
 
     def spend(self, name: str) -> None:

@@ -152,6 +152,7 @@ class Run:
         logs = ends or state.global_step % args.log_every == 0
         if logs:
             self.log.train_line(grad_norm)
+        self.log.lr = state.optimizer.param_groups[0]["lr"]  # with which the next step is made
         self.stopping = self.stop.agreed()
         due = args.save_every and state.global_step % args.save_every == 0
         saves = not ends and (due or self.stopping)  # at the end of an epoch the script saves
@@ -243,7 +244,7 @@ class Run:
             self._stop()
 
     def _stop(self) -> NoReturn:
-        """End the run on a signal; last.pt has just been handed to the thread that writes it."""
+        """End the run on a signal, after a save."""
         name, step = self.stopping.name, self.state.global_step
         if broadcast_object(self.refused):
             raise Stopped(3, f"stopped by {name} at step {step}, which was not saved")

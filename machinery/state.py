@@ -78,14 +78,9 @@ class State:
         for name in ("epoch", "step", "global_step", "best"):
             setattr(self, name, checkpoint[name])
         # Compute the rates anew, so that more --epochs take effect at once.
-        rates = self.learning_rates(self.global_step)
-        for group, rate in zip(self.optimizer.param_groups, rates):
-            group["lr"] = rate
-
-    def learning_rates(self, global_step: int) -> list[float]:
-        """Return the learning rate of each group of the optimizer in a step."""
         schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
-        return [peak * factor(global_step) for peak, factor in schedule]
+        for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
+            group["lr"] = peak * factor(self.global_step)
 
 
 def whole(value: Any) -> Any:

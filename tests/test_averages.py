@@ -82,6 +82,20 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
     assert module[1].num_batches_tracked.equal(net[1].num_batches_tracked)
 
 
+@pytest.mark.parametrize("average", ["ema", "swa"])
+def test_average_of_parameters_that_are_infinite_by_design(average):
+    net = nn.Linear(2, 2).double()
+    net.mask = nn.Parameter(torch.full((2, 2), -torch.inf).double().triu(1), requires_grad=False)
+    average, seen = average_of(make_args("single", "--average", average), net), []
+    for step in range(4):
+        net.weight.data.fill_(step)
+        net.mask.data[0, 0] = step
+        average.update_parameters(net)
+        seen.append(average.module.weight[0, 0].item())
+        assert average.module.mask[0, 1] == -torch.inf and average.module.mask[0, 0] == seen[-1]
+    assert 0 < seen[-1] < 3
+
+
 def same(one, other):
     """Bitwise, and a NaN is a NaN."""
     return torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5)) and torch.equal(

@@ -183,6 +183,19 @@ def test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other(tmp_
     assert err.splitlines()[-1].startswith(
         f"OSError: {tmp_path / 'run' / 'last.pt'} could not be written (is the disk full?)"
     )
+    assert err.splitlines()[-1].endswith("File too large"), "what the system said first"
+
+
+def test_refused_write_is_not_explained_by_an_older_error(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("the writer failed")
+
+    monkeypatch.setattr(torch, "save", refuse)
+    with pytest.raises(OSError, match="the writer failed"):
+        try:
+            raise FileNotFoundError("another file")
+        except OSError:
+            common.save_checkpoint({}, tmp_path / "last.pt")
 
 
 def test_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):

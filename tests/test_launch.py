@@ -120,7 +120,7 @@ def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp
     )
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_half_made_environment_is_made_anew(lacking, tmp_path):
     """`python -m venv` was interrupted before it had pip, or before it had all of pip. A whole environment is kept."""
     environment = lacking / ".venv"
@@ -224,8 +224,8 @@ def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp
     [
         ("dp", ["--replicas", 3], "cannot be cut into 3 devices"),
         ("spawn", ["--nproc=3"], "cannot be cut into 3 devices"),
-        pytest.param(*("dp", [3], "cannot be cut into 3 devices"), marks=pytest.mark.release),
-        pytest.param(*("spawn", [3], "cannot be cut into 3 devices"), marks=pytest.mark.release),
+        ("dp", [3], "cannot be cut into 3 devices"),
+        ("spawn", [3], "cannot be cut into 3 devices"),
         pytest.param(*("dp", [], "cannot be cut into 2 devices"), marks=pytest.mark.release),
         pytest.param(*("spawn", [], "cannot be cut into 2 devices"), marks=pytest.mark.release),
         pytest.param(

@@ -17,8 +17,8 @@ from patches import BASE, change_training_loss, without_speed
 from runs import Batches, Clock, end, make_run, make_step, start_epoch
 from short_runs import SMALL
 
+import machinery.log
 import machinery.processes
-import machinery.run
 import machinery.tasks
 
 pytestmark = pytest.mark.usefixtures("handlers")

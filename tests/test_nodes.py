@@ -507,10 +507,10 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
             assert "stopped by SIGUSR1 after saving step" in node.errors().splitlines()[-1]
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(signal.SIGUSR1, marks=pytest.mark.release), signal.SIGTERM],
+    [signal.SIGUSR1, signal.SIGTERM],
     ids=["USR1", "TERM"],
 )
 def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):

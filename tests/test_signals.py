@@ -177,7 +177,7 @@ def test_ranks_that_wait_before_training_end_with_the_launcher(mode, tmp_path):
         assert launch.end() == 137
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
     """Python would call no handler while init_process_group waits; until training begins a signal needs none."""
     (tmp_path / "tmp").mkdir()

@@ -221,6 +221,11 @@ mutant("cyclic: begins with the warm-up", "common", "((step - start) % cycle)", 
 mutant("cyclic: one cycle ends after the run", "common",
        "marks[0] if marks else max(1, end - start)", "marks[0] if marks else end",
        "test_cyclic_schedule_has_no_cliff")
+mutant("average: infinite parameters become NaN", "common", "for i in self.infinite:", "for i in ():",
+       "test_average_of_parameters_that_are_infinite_by_design[ema]")
+mutant("average: a parameter with an infinity is a copy", "common",
+       "torch.where(finite, averages[i], parameters[i])", "parameters[i]",
+       "test_average_of_parameters_that_are_infinite_by_design[swa]")
 mutant("save: only last.pt is durable", "common", "            os.fsync(file.fileno())  # the data",
        '            path.name != "last.pt" or os.fsync(file.fileno())  # the data', ORDERED)
 NAME = "os.fsync(directory)  # and the name too"

@@ -343,3 +343,4 @@ mutant("average: another number of buffers", "common", "zip(self.averaged, *both
 mutant("end: a rank that was stopped is cleaned up", "machinery/processes", "    ends.append(code)\n    return code\n\n\ndef fail", "    return code\n\n\ndef fail", LAST)
 mutant("end: a killed worker is no cause", "machinery/processes", '"rebuild_storage_fd" in calls', "False",
        "test_batch_of_a_killed_worker_tells_of_the_worker")
+mutant("save: an error that the caller handles is shown", "common", "not in (None, handled):", "is not None:", "test_refused_write_is_not_explained_by_an_older_error")

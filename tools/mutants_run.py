@@ -21,7 +21,7 @@ mutant("resume: scheduler not restored", "machinery/state", RESTORE, RESTORE.rep
 mutant("resume: scaler not restored", "machinery/state", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),
        "test_loss_scale_of_fp16_goes_on_at_resume")
 mutant("resume: average not restored", "machinery/state", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
-mutant("resume: learning rate of the shorter run", "machinery/state", 'group["lr"] = rate', "pass",
+mutant("resume: learning rate of the shorter run", "machinery/state", 'group["lr"] = peak * factor(self.global_step)', "pass",
        "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
 mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error))", "pass",
        "test_pitfall_31_rank_0_reads_and_decides")
@@ -134,7 +134,7 @@ mutant("log: steps of an epoch are counted for --log-every", "machinery/run", "l
        "logs = ends or state.step % args.log_every == 0", SPEED)
 mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
        "logs = state.global_step % args.log_every == 0", SPEED)
-mutant("log: learning rate of the next step", "machinery/log", "state.learning_rates(state.global_step - 1)", "state.learning_rates(state.global_step)",
+mutant("log: learning rate of the next step", "machinery/log", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
        "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
 mutant("log: norm rounded to float32", "machinery/log", '"grad_norm": grad_norm.item()', '"grad_norm": grad_norm.float().item()',
        "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
@@ -449,3 +449,5 @@ mutant("seconds: training is evaluation", "machinery/run", '        self.log.spe
 mutant("seconds: of the whole run", "machinery/log", "        line |= self.spent\n        self.start_evaluation_line()\n", "        line |= self.spent\n", SECONDS)
 mutant("seconds: counted twice", "machinery/log", "        self.mark = now\n", "", SECONDS)
 mutant("seconds: not in the log", "machinery/log", "        line |= self.spent\n", "", SECONDS)
+mutant("save: what followed the first error is shown", "common", "first if isinstance(first, OSError) else error", "error",
+       "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
