@@ -477,7 +477,7 @@ class StepGuard:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         in_a_row = (self.in_a_row + self.bad) * self.bad
-        # It stays at 10, as nobody looks at it before the next log line.
+        # At 10 the count stays: the loop reads it only at log lines and saves.
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         for buffers, kept in zip(self.statistics, self.kept):
             torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)

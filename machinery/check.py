@@ -124,6 +124,9 @@ def check(
     refuse(made, f"--task {args.task}: the forward of the model makes the buffer {made}; {advice}")
     unknown = args.best not in (None, *meter.sums) and meter.count and not task.dataset_metrics
     refuse(unknown, f"--best {args.best}: no such metric; use one of {', '.join(meter.sums)}")
+    lists = "" if task.dataset_metrics else ", ".join(meter.lists)
+    advice = "without a function of this name in the task nobody uses them"
+    refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
 
 
 def names_of_tensors(args: argparse.Namespace, net: nn.Module) -> set[str]:

@@ -226,13 +226,13 @@ def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp
         ("spawn", ["--nproc=3"], "cannot be cut into 3 devices"),
         ("dp", [3], "cannot be cut into 3 devices"),
         ("spawn", [3], "cannot be cut into 3 devices"),
-        pytest.param(*("dp", [], "cannot be cut into 2 devices"), marks=pytest.mark.release),
-        pytest.param(*("spawn", [], "cannot be cut into 2 devices"), marks=pytest.mark.release),
+        pytest.param("dp", [], "cannot be cut into 2 devices", marks=pytest.mark.release),
+        pytest.param("spawn", [], "cannot be cut into 2 devices", marks=pytest.mark.release),
         pytest.param(
-            *("dp", [3, "--replicas", 3], "cannot be cut into 3 devices"), marks=pytest.mark.release
+            "dp", [3, "--replicas", 3], "cannot be cut into 3 devices", marks=pytest.mark.release
         ),
         pytest.param(
-            *("spawn", [2, "--nproc", 3], "cannot be cut into 3 devices"), marks=pytest.mark.release
+            "spawn", [2, "--nproc", 3], "cannot be cut into 3 devices", marks=pytest.mark.release
         ),
     ],
 )

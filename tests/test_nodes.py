@@ -348,8 +348,8 @@ def test_node_whose_partner_never_comes_says_so(rank, tmp_path):
         assert "the ranks have not met within --timeout. Check that every node was started" in told
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     argv = [
         "--nproc",
@@ -508,11 +508,7 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
 
 
 @pytest.mark.release
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGUSR1, signal.SIGTERM],
-    ids=["USR1", "TERM"],
-)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
 def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
     scratch = tmp_path / "tmp"
     scratch.mkdir()

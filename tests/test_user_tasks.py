@@ -656,6 +656,13 @@ def test_metrics_of_the_whole_set_that_cannot_be_right(found, message, tmp_path,
     assert result.code in (1, 2) and message in result.err
 
 
+def test_lists_that_nobody_uses_are_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "lists.py").write_text(DRAWS.replace("def dataset_", "def datasets_"))
+    with pytest.raises(common.UsageError, match="hit: lists are for dataset_metrics"):
+        check("single", 1, "--task", str(tmp_path / "lists.py"))
+
+
 def test_loss_decides_where_there_is_no_metric(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(TASKS))
     text = DRAWS.replace('"hits": (outputs.argmax(1) == targets).double(), ', "")

@@ -31,7 +31,7 @@ def test_seed_decides_the_initial_weights():
     assert deviation(again, first) == 0 and deviation(other, first) > 0.1
 
 
-def state_dict(seed=1):
+def state_dict(seed=1, task=task):
     return machinery.tasks.build_net(make_args("single", "--seed", str(seed)), task).state_dict()
 
 
@@ -146,7 +146,7 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
 
 @pytest.mark.parametrize(("mode", "n"), MODES)
 def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
-    weights = small.DigitNet().state_dict()
+    weights = state_dict(task=small)
     torch.save(weights, tmp_path / "weights.pt")
     argv = (
         "--epochs",

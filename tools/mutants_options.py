@@ -343,6 +343,7 @@ mutant("best: fixed before there is a score", "machinery/files", 'if checkpoint[
 mutant("best: may change with a score", "machinery/files", 'if checkpoint["best"] is None and', "if", "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")
 mutant("metrics: of the set draw what is next", "machinery/tasks", "    seed_rng(seed, -2, 0)", "    str()", "test_metric_of_the_whole_set_may_draw_numbers_and_ask_for_options")
 mutant("metrics: of the set may use a name of the log", "machinery/tasks", "if taken := ", "if taken := () and ", "test_metrics_of_the_whole_set_that_cannot_be_right")
+mutant("metrics: lists for nobody", "machinery/check", 'lists = "" if task.dataset_metrics else', 'lists = "" if True else', "test_lists_that_nobody_uses_are_refused")
 mutant("check: looks for the accelerator in a fork", "machinery/check", "    accelerator.is_available = lambda: False\n", "",
        "test_check_of_adam_does_not_look_for_the_accelerator")
 mutant("powersgd: on the CPU beside a GPU", "machinery/options", 'wrong = powersgd and device_type == "cpu" and torch.accelerator.is_available()', "wrong = False",

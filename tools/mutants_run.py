@@ -351,6 +351,8 @@ mutant("header: replicas are not counted", "machinery/log", 'devices = common.ge
 mutant("header: in every epoch", "machinery/log", "if not self.bar:", "if True:", PRINTED)
 mutant("swa: epochs that are lost are averaged again", "machinery/files", "for epoch in swa_epochs(**schedule) if epoch <= done]", "for epoch in swa_epochs(**schedule)]", "test_swa_refuses_epochs_whose_average_is_lost",
        "test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages")
+mutant("save: what followed the first error is shown", "common", "first if isinstance(first, OSError) else error", "error",
+       "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
 SHARDED = "test_shards_equal_one_device"
 mutant("shards: not put together in a file", "machinery/state", 'value = joined(value) if hasattr(value, "full_tensor") else value', 'value = value.to_local() if hasattr(value, "full_tensor") else value',
        "test_file_of_shards_holds_whole_plain_tensors")
@@ -449,5 +451,3 @@ mutant("seconds: training is evaluation", "machinery/run", '        self.log.spe
 mutant("seconds: of the whole run", "machinery/log", "        line |= self.spent\n        self.start_evaluation_line()\n", "        line |= self.spent\n", SECONDS)
 mutant("seconds: counted twice", "machinery/log", "        self.mark = now\n", "", SECONDS)
 mutant("seconds: not in the log", "machinery/log", "        line |= self.spent\n", "", SECONDS)
-mutant("save: what followed the first error is shown", "common", "first if isinstance(first, OSError) else error", "error",
-       "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")

@@ -1,7 +1,5 @@
 """A small part of the digits, so that a run takes a second: 203 training and 57 held-out samples, no round numbers."""
 
-import functools
-
 import torch
 from torch import nn
 
@@ -9,19 +7,6 @@ import task
 from task import per_sample_loss, per_sample_metrics
 
 __all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
-
-
-class DigitNet(task.DigitNet):
-    """The network of task.py with fewer channels, as convolutions in float64 are slow."""
-
-    def __init__(self):
-        nn.Module.__init__(self)
-        self.conv1 = nn.Conv2d(1, 12, 3, padding=1)
-        self.conv2 = nn.Conv2d(12, 12, 3, padding=1)
-        self.conv3 = nn.Conv2d(12, 32, 3, padding=1)
-        self.head = nn.Linear(32 * 2 * 2, 10)
-        for layer in self.children():  # so that it learns within thirty steps
-            nn.init.kaiming_normal_(layer.weight)
 
 
 def build_datasets(args):
@@ -32,10 +17,12 @@ def build_datasets(args):
 
 
 def build_model(args):
-    *_, mean, std = task.DATASETS["digits"]
-    dtype = getattr(torch, args.dtype)
-    model = DigitNet()
-    model.register_forward_pre_hook(
-        functools.partial(task.normalize, mean=mean, std=std, dtype=dtype)
-    )
-    return model.to(dtype)
+    """The network of task.py with fewer channels, as convolutions in float64 are slow."""
+    model = task.build_model(args)
+    model.conv1 = nn.Conv2d(1, 12, 3, padding=1)
+    model.conv2 = nn.Conv2d(12, 12, 3, padding=1)
+    model.conv3 = nn.Conv2d(12, 32, 3, padding=1)
+    model.head = nn.Linear(32 * 2 * 2, 10)
+    for layer in model.children():  # so that it learns within thirty steps
+        nn.init.kaiming_normal_(layer.weight)
+    return model.to(getattr(torch, args.dtype))
