@@ -1,5 +1,6 @@
 """What makes a training loop right, on one device and on many.
 
+In this order: communication, batches, the model, optimization, averages, meters, checkpoint files.
 This file imports nothing else of the project, so that you can copy it. Without a process group
 the helpers that communicate change nothing: a loop needs no branch on the mode.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Not later, when torch imports it by itself: its default arguments would keep the process group.
+# Now: imported later, by torch itself, its default arguments would keep the process group for ever.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -92,7 +93,7 @@ def sync_buffers(net: nn.Module) -> None:
     if any(hasattr(parameter, "full_tensor") for parameter in net.parameters()):
         return  # sharded: no two ranks hold the same numbers
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]
+    bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]  # as integers
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
     extremes = torch.cat([sums, ~sums])  # ~ reverses the order and, unlike -, never overflows
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -777,7 +778,7 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
             os.fsync(directory)  # and the name too
             os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        # torch goes on after a refused write, and reports what follows from it.
+        # The first error of a chain is the cause: torch goes on after a refused write.
         first: BaseException = error
         while first.__context__ not in (None, handled):
             first = first.__context__

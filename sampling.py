@@ -1,7 +1,8 @@
 """Which samples a rank gets, in which order, and how they are augmented.
 
-All of it is a pure function of the seed: no mode, world size or interruption matters. Of the
-project this file imports common.py alone, so that you can copy the two.
+A sampler names the samples of a batch. KeyedDataset fetches them, and sets `epoch_key` before,
+which the random numbers at the end of this file read. All of it is a pure function of the seed: no
+mode, world size or interruption matters. This file imports common.py alone: you can copy the two.
 """
 
 from __future__ import annotations
@@ -25,111 +26,14 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from common import UsageError, get_rank, get_world_size
 
-# ----------------------------------------------------------------------------------- random numbers
-
-MIX, MIDDLE = np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)  # for permuted
-
-
-def splitmix64(*parts: Any) -> Any:
-    """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits.
-
-    Source: G. Steele, D. Lea, C. Flood: Fast splittable pseudorandom number generators, 2014.
-    """
-    bits, mask = 0, 2**64 - 1
-    for part in parts:
-        bits = ((bits ^ part) + 0x9E3779B97F4A7C15) & mask
-        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
-        bits = bits ^ (bits >> 31)
-    return bits
-
-
-def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
-    """Return int64 [n]: the samples at these positions of a random order of range(length).
-
-    The order is never built: the time grows with n. A Feistel network (M. Luby, C. Rackoff: How
-    to construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
-    shuffled again (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002).
-    """
-    if length <= 1024:  # a small grid would need more rounds; a sort is exact and faster
-        return splitmix64(key, np.arange(length, dtype=np.uint64)).argsort()[positions]
-    rows, columns, round_keys = _grid(length, key)
-    left, right = np.divmod(positions.astype(np.uint64), columns)
-    for round_key in round_keys:
-        bits = (right + round_key) * MIX
-        left, right = right, (left + (bits * bits >> MIDDLE)) % rows
-        rows, columns = columns, rows
-    samples = (left * columns + right).astype(np.int64)
-    beyond = samples >= length
-    if beyond.any():
-        samples[beyond] = permuted(samples[beyond], length, key)
-    return samples
-
-
-@functools.lru_cache(maxsize=8)
-def _grid(length: int, key: int) -> tuple[int, int, list[np.uint64]]:
-    """Return rows, columns, of which few cells lie beyond `length`, and a key for each round."""
-    side = math.isqrt(length - 1) + 1
-    columns = min(range(side, side + min(32, side // 2)), key=lambda tried: -length % tried)
-    return -(-length // columns), columns, [np.uint64(splitmix64(key, i)) for i in range(6)]
-
-
-def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
-    """Return float64 [n, draws] in [0, 1): row i is a function of (seed, epoch, indices[i])."""
-    keys = np.asarray(indices).astype(np.uint64)[:, None]
-    columns = np.arange(draws, dtype=np.uint64)[None, :]
-    bits = splitmix64(KeyedDataset.epoch_key, keys, columns)
-    return (bits >> np.uint64(11)) * 2.0**-53
-
-
-def sample_key(index: int) -> int:
-    """Return 64 random bits: a function of (seed, epoch of the batch being fetched, index)."""
-    return splitmix64(KeyedDataset.epoch_key, index)
-
-
-def seed_generators(bits: int) -> None:
-    """Seed the generators that torch, Python and numpy have on the CPU."""
-    torch.default_generator.manual_seed(bits)
-    random.seed(bits)
-    np.random.seed(bits % 2**32)
-
-
-def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
-    """Seed all generators for one forward.
-
-    Dropout masks then differ between steps and ranks, and repeat after a resume.
-    """
-    bits = splitmix64(seed, step, micro_batch) % 2**63 + rank
-    seed_generators(bits)  # torch.manual_seed would also record a stack trace in every step
-    accelerator = _accelerator()
-    # Before its first use torch would record a stack trace here too, as under --device cpu.
-    if accelerator and getattr(accelerator, "is_initialized", lambda: True)():
-        accelerator.manual_seed(bits)
-
-
-def seed_evaluation(seed: int, i: int) -> None:
-    """Seed all generators for this rank's i-th batch of an evaluation.
-
-    The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
-    same batches at every world size, so a task draws the same numbers in every mode.
-    """
-    world_size = get_world_size()
-    rank = get_rank() if world_size > 1 else 0  # RANK may be set without a process group
-    seed_rng(seed, -1, i * world_size + rank)  # no training step has the number -1
-
-
-@functools.cache
-def _accelerator() -> Any:
-    return torch.get_device_module() if torch.accelerator.is_available() else None
-
-
 # ----------------------------------------------------------------------------------------- samplers
 
 
 class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
-    Yields (epoch, indices): the workers live for the whole run, so each batch tells its epoch.
+    All ranks have the same seed, so they compute the same permutation. Yields (epoch, indices):
+    the workers live for the whole run, so each batch tells its epoch.
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 
@@ -151,10 +55,8 @@ class GlobalBatchSampler(Sampler):
     ) -> None:
         self.length = length = len(dataset)
         if batch_size > length:
-            problem = (
-                f"--batch-size {batch_size} is larger than the training set ({length} samples)"
-            )
-            raise UsageError(f"{problem}: an epoch would be empty")
+            problem = f"is larger than the training set ({length} samples): an epoch would be empty"
+            raise UsageError(f"--batch-size {batch_size} {problem}")
         self.batch_size, self.seed, self.accum_steps = batch_size, seed, accum_steps
         self.rank, self.world_size = rank, world_size
         least = world_size * accum_steps
@@ -183,12 +85,12 @@ class GlobalBatchSampler(Sampler):
             yield self.epoch, self._order(torch.cat(slices).numpy()).tolist()  # to KeyedDataset
 
     def _order(self, positions: np.ndarray) -> np.ndarray:
-        key = splitmix64(self.seed, self.epoch, -1)  # seed_rng never gets a micro-batch -1
+        order_key = splitmix64(self.seed, self.epoch, -1)  # seed_rng never gets a micro-batch -1
         if not self.balanced:
-            return permuted(positions, self.length, key)
-        drawn = splitmix64(key, positions.astype(np.uint64), 0) % len(self.sizes)
-        member = splitmix64(key, positions.astype(np.uint64), 1) % self.sizes[drawn]
-        return self.by_class[self.sizes.cumsum()[drawn] - 1 - member]
+            return permuted(positions, self.length, order_key)
+        drawn = splitmix64(order_key, positions.astype(np.uint64), 0) % len(self.sizes)
+        member = splitmix64(order_key, positions.astype(np.uint64), 1) % self.sizes[drawn]
+        return self.by_class[self.sizes.cumsum()[drawn] - 1 - member]  # from the end of its class
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:
@@ -263,8 +165,8 @@ class KeyedDataset(Dataset):
         # Ask the class: an instance may pass unknown names on to the data set that it wraps.
         self.whole_batches = getattr(type(dataset), "whole_batches", False)
 
-    def __getitems__(self, key: tuple[int, list[int]]) -> Any:
-        epoch, indices = key
+    def __getitems__(self, request: tuple[int, list[int]]) -> Any:
+        epoch, indices = request  # of a sampler
         KeyedDataset.epoch_key = splitmix64(self.seed, epoch)
         if not self.whole_batches:
             return default_collate([self._first_readable(index)[1] for index in indices])
@@ -339,3 +241,101 @@ def _kill(processes: list[multiprocessing.Process]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
     for process in processes:
         process.kill()
+
+
+# ----------------------------------------------------------------------------------- random numbers
+
+MIX, MIDDLE = np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)  # for permuted
+
+
+def splitmix64(*parts: Any) -> Any:
+    """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits.
+
+    Source: G. Steele, D. Lea, C. Flood: Fast splittable pseudorandom number generators, 2014.
+    """
+    bits, mask = 0, 2**64 - 1
+    for part in parts:
+        bits = ((bits ^ part) + 0x9E3779B97F4A7C15) & mask
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
+        bits = bits ^ (bits >> 31)
+    return bits
+
+
+def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
+    """Return int64 [n]: the samples at these positions of a random order of range(length).
+
+    The order is never built: the time grows with n. A Feistel network (M. Luby, C. Rackoff: How
+    to construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
+    shuffled again (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002).
+    """
+    if length <= 1024:  # a small grid would need more rounds; a sort is exact and faster
+        return splitmix64(key, np.arange(length, dtype=np.uint64)).argsort()[positions]
+    rows, columns, round_keys = _grid(length, key)
+    left, right = np.divmod(positions.astype(np.uint64), columns)
+    for round_key in round_keys:  # each moves `left` by a hash of `right`, and swaps the two
+        bits = (right + round_key) * MIX
+        left, right = right, (left + (bits * bits >> MIDDLE)) % rows
+        rows, columns = columns, rows
+    samples = (left * columns + right).astype(np.int64)
+    beyond = samples >= length
+    if beyond.any():
+        samples[beyond] = permuted(samples[beyond], length, key)
+    return samples
+
+
+@functools.lru_cache(maxsize=8)
+def _grid(length: int, key: int) -> tuple[int, int, list[np.uint64]]:
+    """Return rows, columns, of which few cells lie beyond `length`, and a key for each round."""
+    side = math.isqrt(length - 1) + 1
+    columns = min(range(side, side + min(32, side // 2)), key=lambda tried: -length % tried)
+    return -(-length // columns), columns, [np.uint64(splitmix64(key, i)) for i in range(6)]
+
+
+def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
+    """Return float64 [n, draws] in [0, 1): row i is a function of (seed, epoch, indices[i])."""
+    keys = np.asarray(indices).astype(np.uint64)[:, None]
+    columns = np.arange(draws, dtype=np.uint64)[None, :]
+    bits = splitmix64(KeyedDataset.epoch_key, keys, columns)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
+def sample_key(index: int) -> int:
+    """Return 64 random bits: a function of (seed, epoch of the batch being fetched, index)."""
+    return splitmix64(KeyedDataset.epoch_key, index)
+
+
+def seed_generators(bits: int) -> None:
+    """Seed the generators that torch, Python and numpy have on the CPU."""
+    torch.default_generator.manual_seed(bits)
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
+
+
+def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
+    """Seed all generators for one forward.
+
+    Dropout masks then differ between steps and ranks, and repeat after a resume.
+    """
+    bits = splitmix64(seed, step, micro_batch) % 2**63 + rank  # each rank has its own stream
+    seed_generators(bits)  # torch.manual_seed would also record a stack trace in every step
+    accelerator = _accelerator()
+    # Before its first use torch would record a stack trace here too, as under --device cpu.
+    if accelerator and getattr(accelerator, "is_initialized", lambda: True)():
+        accelerator.manual_seed(bits)
+
+
+def seed_evaluation(seed: int, i: int) -> None:
+    """Seed all generators for this rank's i-th batch of an evaluation.
+
+    The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
+    same batches at every world size, so a task draws the same numbers in every mode.
+    """
+    world_size = get_world_size()
+    rank = get_rank() if world_size > 1 else 0  # RANK may be set without a process group
+    seed_rng(seed, -1, i * world_size + rank)  # no training step has the number -1
+
+
+@functools.cache
+def _accelerator() -> Any:
+    return torch.get_device_module() if torch.accelerator.is_available() else None

@@ -1,14 +1,14 @@
 """The part you replace: data sets, model, loss and metrics of one problem.
 
-A task is any file with the first four functions (--task FILE.py). The training scripts
-know nothing of the problem, and this file nothing of devices. Here: image classification.
+A task is any file with the first four functions (--task FILE.py); README has one of 12 lines. The
+scripts know nothing of the problem, and a task nothing of devices. Here: image classification.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
                                          a nested tuple, list or dict of tensors. A data set with
                                          `in_memory = True` is loaded without worker processes.
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. Keyword-only parameters get
-                                         the value of the option that they name.
+                                         the option that they name: see label_smoothing below
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
                                          A list of n values goes to dataset_metrics instead
@@ -18,7 +18,7 @@ the samples of a batch would depend on the cut. A task may also have:
 
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
-dataset_metrics(outputs) -> {name: float}  metrics that are no mean, such as AP or F1. `outputs` has
+dataset_metrics(outputs)                 {name: float}: no means over samples, as AP. `outputs` has
                                          the lists of per_sample_metrics, one value per sample of
                                          the whole evaluation set, in its order; on rank 0's CPU
 train_metrics(outputs, targets)          the metrics of the training log; without this function
@@ -29,12 +29,12 @@ add_options(parser)                      calls parser.add_argument for options o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import difflib
 import fcntl
 import functools
 import os
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +63,7 @@ TORCHVISION |= {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 # --------------------------------------------------------------------------------------- data sets
 
 
-def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     """Return the training set (augmented) and the held-out set of --dataset."""
     if args.image_size and args.dataset not in ("imagefolder", "synthetic"):
         fixed = f"--dataset {args.dataset}, whose images have a side of {DATASETS[args.dataset][1]}"
@@ -88,7 +88,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     return torchvision_arrays(args)
 
 
-def torchvision_arrays(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read MNIST or CIFAR from torchvision's files into memory; --download fetches them."""
     from torchvision import datasets
 
@@ -124,7 +124,7 @@ def file_lock(folder: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def image_folders(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read --data-dir: one folder per class under train/, and under val/ or test/."""
     from torchvision.datasets import ImageFolder
 
@@ -326,7 +326,7 @@ class ResNet9(nn.Module):
 BUILT_IN = {"digitnet": DigitNet, "resnet9": ResNet9}
 
 
-def build_model(args: argparse.Namespace) -> nn.Module:
+def build_model(args: Namespace) -> nn.Module:
     """Return --model for --dataset. It takes uint8 images and normalises them on its device."""
     channels, side, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
@@ -344,12 +344,12 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     dtype = getattr(torch, args.dtype)
     if args.compile:
         torch.compiler.assume_constant_result(per_channel)  # else each step makes them anew
-    # A hook, so that the names of the parameters stay plain.
+    # A hook, no layer: parameters keep their plain names. A state dict has no mean and deviation.
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
 
 
-def torchvision_model(args: argparse.Namespace, channels: int, classes: int) -> nn.Module:
+def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module:
     from torchvision import models
 
     known = models.list_models(module=models)

@@ -22,7 +22,7 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
-    for batch in run.batches(loader):  # lets the sampler begin at this epoch and step
+    for batch in run.batches(loader):  # on the device; begins at this epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):

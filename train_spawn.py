@@ -28,14 +28,14 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
     common.train_mode(model)
-    for batch in run.batches(loader):  # lets the sampler begin at this epoch and step
+    for batch in run.batches(loader):  # on the device; begins at this epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             model.require_backward_grad_sync = i == args.accum_steps - 1  # all-reduce once per step
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
                 losses = task.per_sample_loss(outputs, targets)
-            # The ranks' gradients are averaged; this factor makes it the mean of the global batch.
+            # Averaged over the ranks, this gives the gradient of the global batch's mean loss.
             loss = losses.sum() * (dist.get_world_size() / args.batch_size)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
@@ -100,7 +100,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     model = DistributedDataParallel(
         net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
     )  # averages the gradients of all ranks during the backward
-    common.compress_gradients(model, args.grad_compress, scaler)  # for slow networks
+    common.compress_gradients(model, args.grad_compress, scaler)  # for slow links
     common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)  # for exact resumes
     if args.compile:
         model.compile()

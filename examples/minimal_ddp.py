@@ -23,7 +23,7 @@ def train_one_epoch(model, images, labels, epoch, optimizer, scheduler):
         rows = batch.tensor_split(dist.get_world_size())[dist.get_rank()]  # this rank's slice
         torch.manual_seed(scheduler.last_epoch * dist.get_world_size() + dist.get_rank())  # dropout
         losses = nn.functional.cross_entropy(model(images[rows]), labels[rows], reduction="none")
-        # The ranks' gradients are averaged; this factor makes it the mean of the global batch.
+        # Averaged over the ranks, this gives the gradient of the global batch's mean loss.
         (losses.sum() * (dist.get_world_size() / BATCH)).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -45,8 +45,8 @@ def choose_device() -> tuple[torch.device, str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=50, help="samples per step, over all ranks")
-    parser.add_argument("--pieces", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--batch-size", type=int, default=50, help="per step, over all ranks")
+    parser.add_argument("--accum-steps", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--file", type=Path, default=Path("other_project.pt"))
     args = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of torchrun
@@ -54,7 +54,7 @@ def main() -> None:
 
     train_set, val_set = make_data(500, seed=1), make_data(101, seed=2)
     sampler = GlobalBatchSampler(
-        train_set, args.batch, seed=0, accum_steps=args.pieces, rank=rank, world_size=world_size
+        train_set, args.batch_size, 0, args.accum_steps, rank=rank, world_size=world_size
     )
     val_sampler = ShardSampler(len(val_set), batch_size=16, rank=rank, world_size=world_size)
     train_loader = build_loader(train_set, sampler, device, seed=0, workers=0)
@@ -66,8 +66,8 @@ def main() -> None:
     optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0, nesterov=False)
     schedule = {"schedule": "cosine", "epochs": args.epochs, "warmup_epochs": 0.5, "final_lr": 0.0}
     scheduler = common.build_scheduler(optimizer, sampler.steps_per_epoch, **schedule)
-    guard = common.StepGuard("off", device, net)
-    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "guard": guard}
+    scaler = common.StepGuard("off", device, net)
+    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     first_epoch = 0
     if args.file.exists():
         checkpoint = torch.load(args.file, map_location="cpu", weights_only=True)
@@ -81,20 +81,20 @@ def main() -> None:
         model.train()
         for step, batch in enumerate(train_loader):
             batch = common.to_device(batch, device)
-            for i, (inputs, targets) in enumerate(common.split_batch(batch, args.pieces)):
-                model.require_backward_grad_sync = i == args.pieces - 1  # all-reduce once per step
+            for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+                model.require_backward_grad_sync = i == args.accum_steps - 1  # all-reduce once
                 seed_rng(0, epoch * sampler.steps_per_epoch + step, i, rank)  # for dropout
                 losses = (model(inputs) - targets).square().squeeze(1)  # [n], not their mean
-                # DDP averages over ranks; this factor makes it the mean over the global batch.
-                guard.scale(losses.sum() * (world_size / args.batch)).backward()
-            guard.unscale_(optimizer)
-            common.clip_grad_norm(net, 5.0, guard.norm)
-            guard.step(optimizer)
-            guard.update()
+                # Averaged over the ranks, this gives the gradient of the global batch's mean loss.
+                scaler.scale(losses.sum() * (world_size / args.batch_size)).backward()
+            scaler.unscale_(optimizer)
+            common.clip_grad_norm(net, 5.0, scaler.norm)
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             scheduler.step()
 
-        if guard.in_a_row >= common.MAX_SKIPPED_IN_A_ROW:
+        if scaler.in_a_row >= common.MAX_SKIPPED_IN_A_ROW:
             raise RuntimeError("diverged: ten steps in a row had non-finite gradients")
         common.sync_buffers(net)
         net.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import inspect
@@ -11,6 +10,7 @@ import itertools
 import math
 import multiprocessing
 import os
+from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ _given: tuple = ()  # set in the child process
 
 
 def check_run(
-    args: argparse.Namespace, task: Task, train_set: Dataset, val_set: Dataset, net: nn.Module
+    args: Namespace, task: Task, train_set: Dataset, val_set: Dataset, net: nn.Module
 ) -> None:
     """Raise UsageError if the data sets, the model, the task or the checkpoint is wrong.
 
@@ -70,12 +70,7 @@ def check_given() -> None:
 
 
 def check(
-    args: argparse.Namespace,
-    task: Task,
-    train_set: Dataset,
-    val_set: Dataset,
-    net: nn.Module,
-    on_cpu: bool,
+    args: Namespace, task: Task, train_set: Dataset, val_set: Dataset, net: nn.Module, on_cpu: bool
 ) -> None:
     """Send a few samples through all that a run has built, on the CPU."""
     with blame(f"--task {args.task}: build_datasets", args.task):
@@ -129,7 +124,7 @@ def check(
     refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
 
 
-def names_of_tensors(args: argparse.Namespace, net: nn.Module) -> set[str]:
+def names_of_tensors(args: Namespace, net: nn.Module) -> set[str]:
     """Return the names of what the run keeps: the state, and for an average every buffer."""
     buffers = [name for name, _ in net.named_buffers()] if args.average != "none" else []
     return {*net.state_dict(), *buffers}
@@ -142,7 +137,7 @@ def read_back(value: Any) -> None:
     torch.load(file, weights_only=True)
 
 
-def fetch(args: argparse.Namespace, dataset: Dataset, indices: list[int]) -> Any:
+def fetch(args: Namespace, dataset: Dataset, indices: list[int]) -> Any:
     """Return these samples as the first epoch has them."""
     return KeyedDataset(dataset, args.seed, args.skip_corrupt).__getitems__((0, indices))
 
@@ -156,7 +151,7 @@ def digest(batch: Any) -> str:
 
 @torch.no_grad()
 def check_samples(
-    args: argparse.Namespace,
+    args: Namespace,
     task: Task,
     net: nn.Module,
     dataset: Dataset,
@@ -201,7 +196,7 @@ def check_samples(
 
 
 def check_agreement(
-    args: argparse.Namespace, train_length: int, val_set: Dataset, device: torch.device
+    args: Namespace, train_length: int, val_set: Dataset, device: torch.device
 ) -> None:
     """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import itertools
@@ -12,6 +11,7 @@ import os
 import sys
 import time
 import weakref
+from argparse import Namespace
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from machinery.processes import WRITER, at_end, attempt
 # ------------------------------------------------------------------------- finding the checkpoint
 
 
-def output_directory(args: argparse.Namespace) -> Path:
+def output_directory(args: Namespace) -> Path:
     """Return --output-dir, or a new name, which stays the same when torchrun restarts the ranks."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id == "none":
@@ -34,9 +34,7 @@ def output_directory(args: argparse.Namespace) -> Path:
     return Path(args.output_dir or f"runs/{name}-{run_id}")
 
 
-def find_checkpoint(
-    args: argparse.Namespace, samples: int
-) -> tuple[Path | None, dict[str, Any] | None]:
+def find_checkpoint(args: Namespace, samples: int) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
 
     `samples` is the length of the training set. Raises UsageError if the file is damaged, or
@@ -71,7 +69,7 @@ def find_checkpoint(
     return path, checkpoint
 
 
-def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -> None:
+def check_config(args: Namespace, config: dict[str, Any], path: Path) -> None:
     """Raise UsageError if an option would silently make it another run."""
     given = declared(args)
     fixed = given.keys() - keys(MAY_CHANGE)
@@ -87,7 +85,7 @@ def check_config(args: argparse.Namespace, config: dict[str, Any], path: Path) -
             raise UsageError(f"{option}: {path} was made with {then}; use that{other}")
 
 
-def check_average(args: argparse.Namespace, checkpoint: dict[str, Any], path: Path) -> None:
+def check_average(args: Namespace, checkpoint: dict[str, Any], path: Path) -> None:
     """Raise UsageError if SWA would average epochs whose weights are in no file.
 
     It happens with more --epochs, when --swa-start of the new run has already passed.
@@ -122,7 +120,7 @@ class RunFiles:
     built: a NaN or an infinity in it is meant. Raises UsageError if the run cannot go on.
     """
 
-    def __init__(self, args: argparse.Namespace, samples: int, built: dict[str, Any]) -> None:
+    def __init__(self, args: Namespace, samples: int, built: dict[str, Any]) -> None:
         self.directory = directory = output_directory(args)
         self.best_epoch: int | None = None  # of best.pt, counted from 1
         self.tensorboard = None

@@ -7,7 +7,6 @@ middle.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import math
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,7 +104,7 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
 
 
 @contextlib.contextmanager
-def workers_meet_at(args: argparse.Namespace) -> Iterator[str]:
+def workers_meet_at(args: Namespace) -> Iterator[str]:
     """Yield where spawned processes meet: --dist-url, or on one machine a new file.
 
     Signals wait from here until `wait_for` listens: a Python that is starting would answer Ctrl-C
@@ -126,14 +126,14 @@ def workers_meet_at(args: argparse.Namespace) -> Iterator[str]:
             yield f"file://{directory}/ranks"
 
 
-def tell_place(args: argparse.Namespace, place: str) -> None:
+def tell_place(args: Namespace, place: str) -> None:
     if args.nnodes > 1:
         node = f"node {args.node_rank} of {args.nnodes}"
         print(f"{node} meets the others at {place}", flush=True)
 
 
 def run_worker(
-    local_rank: int, worker: Callable[..., int], args: argparse.Namespace, *arguments: Any
+    local_rank: int, worker: Callable[..., int], args: Namespace, *arguments: Any
 ) -> NoReturn:
     """Be one spawned process."""
     end_with_parent(signal.SIGKILL)
@@ -155,9 +155,7 @@ def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
 # ------------------------------------------------------------------------- bash run.sh ddp|fsdp N
 
 
-def start(
-    script: str, argv: list[str], devices: int, args: argparse.Namespace, attempt: int
-) -> list:
+def start(script: str, argv: list[str], devices: int, args: Namespace, attempt: int) -> list:
     """Start one process per device, with the environment that torchrun would give it.
 
     Signals wait until `run_main` and `wait_for` listen: a Python that is starting would answer

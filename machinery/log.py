@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,21 +34,17 @@ class Log:
     """
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        state: State,
-        sampler: GlobalBatchSampler,
-        device: torch.device,
+        self, args: Namespace, state: State, sampler: GlobalBatchSampler, device: torch.device
     ) -> None:
         self.args, self.state, self.sampler, self.device = args, state, sampler, device
         self.meter = common.Meter(device)
         self.bar: tqdm | None = None
         self.files: RunFiles | None = None  # stays None on all ranks but 0
-        # Since the last training line: its time, and the seconds of waiting for batches.
-        self.clock = self.waited = 0.0
-        self.resumed = 0  # samples of the next line, on which an earlier process trained
-        self.lr = 0.0  # of the next step
-        self.start_evaluation_line()
+        # Of the training line to come: when it began, and the seconds of waiting for batches.
+        self.began = self.waited = 0.0
+        self.samples_before = 0  # of that line's samples: on so many an earlier process trained
+        self.lr = 0.0  # the learning rate of the step that is being made
+        self.start_times()
 
     def watch(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the loader's batches; measure the time that the loop waits for them."""
@@ -60,10 +56,10 @@ class Log:
             desc=f"epoch {self.state.epoch + 1}/{self.args.epochs}",
             leave=False,
             dynamic_ncols=True,
-            disable=None if get_rank() == 0 else True,  # None: only where somebody watches
+            disable=None if get_rank() == 0 else True,  # None: on a terminal alone
         )
         self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
-        asked = self.clock = time.perf_counter()
+        asked = self.began = time.perf_counter()
         for batch in loader:
             self.waited += time.perf_counter() - asked
             yield batch
@@ -95,13 +91,13 @@ class Log:
             "global_step": state.global_step,
             "loss": means["loss"],
             "lr": self.lr,
-            "images_per_s": (means["count"] - self.resumed) / (now - self.clock),
+            "images_per_s": (means["count"] - self.samples_before) / (now - self.began),
             "grad_norm": grad_norm.item(),
             "skipped": skipped,
             **{name: mean for name, mean in means.items() if name not in ("loss", "count")},
-            "data_wait": self.waited / (now - self.clock),
+            "data_wait": self.waited / (now - self.began),
         }
-        self.clock, self.waited, self.resumed = now, 0.0, 0
+        self.began, self.waited, self.samples_before = now, 0.0, 0
         self.meter.clear()
         state.scaler.skipped.zero_()
         warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
@@ -110,7 +106,7 @@ class Log:
         text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
         self._write(line, f"step {state.step}/{self.sampler.steps_per_epoch}  {text}")
 
-    def start_evaluation_line(self) -> None:
+    def start_times(self) -> None:
         """Count the seconds for the next evaluation line; `mark` is the last reading."""
         self.spent, self.mark = {"train_s": 0.0, "eval_s": 0.0, "save_s": 0.0}, time.perf_counter()
 
@@ -125,11 +121,11 @@ class Log:
         self.spend("eval_s")
         values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
         epoch = self.state.epoch
-        if self.args.eval_only and self.state.step == 0 < epoch:
+        if self.args.eval_only and self.state.step == 0 and epoch > 0:
             epoch -= 1  # the checkpoint counts the epoch as done
         line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
         line |= self.spent
-        self.start_evaluation_line()
+        self.start_times()
         self._write(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
 
     def _write(self, line: dict[str, Any], text: str) -> None:

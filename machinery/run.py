@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import shlex
 import signal
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # of each signal its place in SIGNALS, from 1
+        self.received: list[int] = []  # of each signal its place in SIGNALS, from 1: later wins
         self.pending = None
         received = self.received
 
@@ -53,7 +53,7 @@ class StopSignal:
             tensor = torch.tensor(flag)
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
             earlier, self.pending = self.pending, (work, tensor)
-            due = self.pending if wait else earlier
+            due = self.pending if wait else earlier  # None in the first step
             if due:
                 due[0].wait()
             flag = int(due[1]) if due else 0
@@ -68,7 +68,7 @@ class Run:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: Namespace,
         state: State,
         sampler: GlobalBatchSampler,
         val_set: Dataset,
@@ -80,40 +80,45 @@ class Run:
         names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
         self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
         self.files: RunFiles | None = None  # stays None on all ranks but 0
-        self.stop: StopSignal | None = None
+        self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal on which the run ends
         self.refused = ""  # why the last save was refused
         check_agreement(args, sampler.length, val_set, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
-        built = whole(self.state.net.state_dict())
+        built = whole(self.state.net.state_dict())  # what is infinite here may be saved
         checkpoint = self._on_rank0(lambda: self._open(built))
-        state, epochs = self.state, self.args.epochs
         if checkpoint:
-            try:
-                state.restore(checkpoint)
-                self.meter.restore(checkpoint["log"])  # the sums since the last log line
-                self.log.resumed = sum(checkpoint["log"]["count"])
-            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
-                raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
-            if self.args.average == "swa" and not self.args.eval_only:
-                done = state.epoch + (state.step == self.sampler.steps_per_epoch)
-                if state.average.n_averaged > sum(e <= done for e in state.average.epochs):
-                    # With more --epochs SWA begins later: drop what was averaged too soon.
-                    state.average.n_averaged.zero_()
-            where = f"at epoch {state.epoch + 1}, step {state.step}"
-            if self.args.eval_only and state.step == 0:
-                where = f"after epoch {state.epoch}"
-            elif state.epoch >= epochs:
-                nothing = "nothing is left to do; a larger --epochs goes on"
-                where = f"after all {epochs} epochs: {nothing}"
-            print0(f"resumed {where}")
+            self._restore(checkpoint)
+            print0(f"resumed {self._position()}")
         if not self.args.eval_only:  # which has nothing to save
             self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
             self.stop = StopSignal()
-        self.log.start_evaluation_line()
+        self.log.start_times()
+
+    def _restore(self, checkpoint: dict[str, Any]) -> None:
+        state = self.state
+        try:
+            state.restore(checkpoint)
+            self.meter.restore(checkpoint["log"])  # the sums since the last log line
+            self.log.samples_before = sum(checkpoint["log"]["count"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
+            raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
+        if self.args.average == "swa" and not self.args.eval_only:
+            done = state.epoch + (state.step == self.sampler.steps_per_epoch)
+            if state.average.n_averaged > sum(e <= done for e in state.average.epochs):
+                # With more --epochs SWA begins later: drop what was averaged too soon.
+                state.average.n_averaged.zero_()
+
+    def _position(self) -> str:
+        state, epochs = self.state, self.args.epochs
+        if self.args.eval_only and state.step == 0:
+            return f"after epoch {state.epoch}"
+        if state.epoch >= epochs:
+            return f"after all {epochs} epochs: nothing is left to do; a larger --epochs goes on"
+        return f"at epoch {state.epoch + 1}, step {state.step}"
 
     def _open(self, built: dict[str, Any]) -> dict[str, Any] | None:
         self.files = self.log.files = RunFiles(self.args, self.sampler.length, built)
@@ -152,7 +157,7 @@ class Run:
         logs = ends or state.global_step % args.log_every == 0
         if logs:
             self.log.train_line(grad_norm)
-        self.log.lr = state.optimizer.param_groups[0]["lr"]  # with which the next step is made
+        self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
         self.stopping = self.stop.agreed()
         due = args.save_every and state.global_step % args.save_every == 0
         saves = not ends and (due or self.stopping)  # at the end of an epoch the script saves
@@ -194,6 +199,7 @@ class Run:
             for i, (inputs, _) in enumerate(common.split_batch(batch, self.args.accum_steps)):
                 # Dropout is at work, with other masks than in the steps of this epoch.
                 seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())
+                # Of dp, replica 0 alone: its statistics count.
                 yield common.tree_map(lambda tensor: tensor.chunk(replicas)[0], inputs)
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
@@ -203,27 +209,35 @@ class Run:
         name = args.best or known[0]
         if name not in known:
             raise error_on_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
-        score, sign = metrics[name], -1 if name == "loss" else 1
         self.log.eval_line(metrics)
         state.epoch, state.step = state.epoch + 1, 0
-        earlier, names = state.best, []
-        rounding = 1e-12 * abs(state.best or 0)  # of the same weights on another number of ranks
-        higher = state.best is None or sign * (score - state.best) > rounding
-        if math.isfinite(score) and higher:
-            state.best, names = score, ["best.pt"]
+        names, best_before = [], state.best
+        if self._improves(metrics[name], -1 if name == "loss" else 1):
+            state.best, names = metrics[name], ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
         # After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
-            state.best = earlier  # of best.pt. Only rank 0 knows of it, and only rank 0 saves it
+            # best.pt still has the score before. Only rank 0 knows, and only rank 0 saves `best`.
+            state.best = best_before
         if self.files and state.epoch == args.epochs and state.best is not None:
-            self.files.wait()
-            path = self.files.directory / "best.pt"
-            print(f"best {name} {state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
-            again = f"--eval-only --resume {shlex.quote(str(path))}"
-            print(f"to evaluate it: the same command with {again}", flush=True)
+            self._print_best(name)
+
+    def _improves(self, score: float, sign: int) -> bool:
+        """Return whether the score is better than the best one; with sign -1 lower is better."""
+        best = self.state.best
+        rounding = 1e-12 * abs(best or 0)  # of the same weights on another number of ranks
+        higher = best is None or sign * (score - best) > rounding
+        return math.isfinite(score) and higher
+
+    def _print_best(self, name: str) -> None:
+        self.files.wait()
+        path = self.files.directory / "best.pt"
+        print(f"best {name} {self.state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
+        again = f"--eval-only --resume {shlex.quote(str(path))}"
+        print(f"to evaluate it: the same command with {again}", flush=True)
 
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.

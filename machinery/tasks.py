@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib.util
@@ -10,6 +9,7 @@ import inspect
 import os
 import sys
 import traceback
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def blame(where: str, path: str | None = None) -> Iterator[None]:
         raise UsageError(f"{where}{line}: {type(error).__name__}: {error}") from error
 
 
-def default_optimizer(args: argparse.Namespace, net: nn.Module) -> torch.optim.Optimizer:
+def default_optimizer(args: Namespace, net: nn.Module) -> torch.optim.Optimizer:
     with blame(f"--optimizer {args.optimizer}"):
         settings = args.lr, args.momentum, args.weight_decay, args.nesterov
         return common.build_optimizer(net, args.optimizer, *settings)
@@ -98,8 +98,8 @@ def no_metrics(outputs: Any, targets: Any) -> dict[str, Tensor]:
 class Task(NamedTuple):
     """The functions of a task; task.py says what each returns."""
 
-    build_datasets: Callable[[argparse.Namespace], tuple[Dataset, Dataset]]
-    build_model: Callable[[argparse.Namespace], nn.Module]
+    build_datasets: Callable[[Namespace], tuple[Dataset, Dataset]]
+    build_model: Callable[[Namespace], nn.Module]
     per_sample_loss: Callable[[Any, Any], Tensor]
     per_sample_metrics: Callable[[Any, Any], dict[str, Tensor]]
     build_optimizer: Callable[..., torch.optim.Optimizer] = default_optimizer
@@ -122,7 +122,7 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def load_task(args: argparse.Namespace) -> Task:
+def load_task(args: Namespace) -> Task:
     """Load --task. Keyword-only parameters of loss and metrics get the options that they name."""
     path = Path(args.task)
     module = fresh.pop(path, None) or load_module(path)
@@ -144,7 +144,7 @@ def load_task(args: argparse.Namespace) -> Task:
     return Task(**found)
 
 
-def two_sets(path: Path, build: Callable, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+def two_sets(path: Path, build: Callable, args: Namespace) -> tuple[Dataset, Dataset]:
     """Call the task's build_datasets, seeded: data that it draws are the same on every rank."""
     seed_generators(args.seed)
     with blame(f"--task {path}: build_datasets", str(path)):
@@ -165,9 +165,7 @@ def metrics_of_set(
         return found
 
 
-def optimizer_as_built(
-    build: Callable, args: argparse.Namespace, net: nn.Module
-) -> torch.optim.Optimizer:
+def optimizer_as_built(build: Callable, args: Namespace, net: nn.Module) -> torch.optim.Optimizer:
     """Call build_optimizer; while it looks, each module has the class that the task gave it.
 
     Sharding and --sync-bn change classes, and a task may sort its parameters by them.
@@ -195,7 +193,7 @@ def means_only(metrics: functools.partial) -> Callable:
     return without_lists
 
 
-def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callable:
+def fill_in(path: Path, function: Callable, args: Namespace) -> Callable:
     """Bind the options that a function names as keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -205,7 +203,7 @@ def fill_in(path: Path, function: Callable, args: argparse.Namespace) -> Callabl
     return functools.partial(function, **{name: getattr(args, name) for name in names})
 
 
-def build_net(args: argparse.Namespace, task: Task) -> nn.Module:
+def build_net(args: Namespace, task: Task) -> nn.Module:
     """Return the task's model on the CPU, from --seed or --weights, with --freeze applied."""
     where = f"--task {args.task}: build_model"
     default = " with --weights default" if args.weights == "default" else ""

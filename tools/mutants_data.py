@@ -88,8 +88,8 @@ mutant("balanced: the first of each class alone", "sampling",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
 mutant("balanced: class and sample by one draw", "sampling", "positions.astype(np.uint64), 1)", "positions.astype(np.uint64), 0)",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
-mutant("balanced: drawn by the place in the batch", "sampling", "drawn = splitmix64(key, positions.astype(np.uint64), 0)",
-       "drawn = splitmix64(key, np.arange(len(positions), dtype=np.uint64), 0)",
+mutant("balanced: drawn by the place in the batch", "sampling", "drawn = splitmix64(order_key, positions.astype(np.uint64), 0)",
+       "drawn = splitmix64(order_key, np.arange(len(positions), dtype=np.uint64), 0)",
        "test_balanced_order_is_the_same_at_any_world_size")
 mutant("balanced: without targets, not balanced", "sampling", "if targets.shape != (len(dataset),):",
        "if False:", "test_balanced_needs_the_class_of_each_sample")

@@ -9,9 +9,9 @@ from mutants_base import BITWISE, DIVERGED, NAN, ORDERED, TOLD, WINNER, WINS, mu
 
 mutant("save: --save-every ignored", "machinery/run", "saves = not ends and (due or self.stopping)", "saves = not ends and self.stopping",
        "test_save_every_saves_within_the_epoch")
-mutant("save: best.pt is the last", "machinery/run", "if math.isfinite(score) and higher:", "if True:",
+mutant("save: best.pt is the last", "machinery/run", "return math.isfinite(score) and higher", "return True",
        "test_best_is_not_the_last")
-mutant("save: best.pt is the worst", "machinery/run", "sign * (score - state.best) > rounding", "sign * (score - state.best) < rounding",
+mutant("save: best.pt is the worst", "machinery/run", "sign * (score - best) > rounding", "sign * (score - best) < rounding",
        "test_best_and_kept_checkpoints")
 RESTORE = 'for name in ("scheduler", "scaler"):\n            getattr'
 mutant("resume: optimizer not restored", "machinery/state", "self.optimizer.load_state_dict(optimizer)", "pass", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
@@ -95,7 +95,7 @@ mutant("save: the other ranks end well", "machinery/run",
        "refused = broadcast_object(self.refused)\n        if self",
        "refused = self.refused\n        if self",
        "test_ranks_of_a_run_that_could_not_be_saved_end_alike")
-mutant("save: a refused score is the best", "machinery/run", "state.best = earlier", "pass",
+mutant("save: a refused score is the best", "machinery/run", "state.best = best_before", "pass",
        "test_refused_save_does_not_raise_the_best_score")
 MORE_EPOCHS = "test_swa_with_more_epochs_averages_what_a_run_of_that_length_averages"
 mutant("swa: an average that begins too early is kept", "machinery/run",
@@ -117,14 +117,14 @@ mutant("stop: SLURM's warning ends well although nothing was saved", "machinery/
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
 RESUMED_SPEED = "test_first_line_after_a_resume"
 WAIT = "test_data_wait_is_the_share_of_the_time_before_the_batches"
-mutant("speed: in images a millisecond", "machinery/log", "self.resumed) / (now - self.clock)", "self.resumed) / ((now - self.clock) * 1000)", SPEED)
-mutant("speed: since the start of the epoch", "machinery/log", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.waited, self.resumed = 0.0, 0", SPEED)
-mutant("speed: with what an earlier process trained on", "machinery/log", "(means[\"count\"] - self.resumed)", "means[\"count\"]", RESUMED_SPEED)
-mutant("speed: what an earlier process trained on is missing in each line", "machinery/log", "self.clock, self.waited, self.resumed = now, 0.0, 0",
-       "self.clock, self.waited = now, 0.0", RESUMED_SPEED)
-mutant("speed: with the evaluation", "machinery/log", "asked = self.clock = time.perf_counter()",
-       "asked = self.clock = self.clock or time.perf_counter()", SPEED)
-mutant("data_wait: since the start of the epoch", "machinery/log", "self.clock, self.waited, self.resumed = now, 0.0, 0", "self.clock, self.resumed = now, 0", WAIT)
+mutant("speed: in images a millisecond", "machinery/log", "self.samples_before) / (now - self.began)", "self.samples_before) / ((now - self.began) * 1000)", SPEED)
+mutant("speed: since the start of the epoch", "machinery/log", "self.began, self.waited, self.samples_before = now, 0.0, 0", "self.waited, self.samples_before = 0.0, 0", SPEED)
+mutant("speed: with what an earlier process trained on", "machinery/log", "(means[\"count\"] - self.samples_before)", "means[\"count\"]", RESUMED_SPEED)
+mutant("speed: what an earlier process trained on is missing in each line", "machinery/log", "self.began, self.waited, self.samples_before = now, 0.0, 0",
+       "self.began, self.waited = now, 0.0", RESUMED_SPEED)
+mutant("speed: with the evaluation", "machinery/log", "asked = self.began = time.perf_counter()",
+       "asked = self.began = self.began or time.perf_counter()", SPEED)
+mutant("data_wait: since the start of the epoch", "machinery/log", "self.began, self.waited, self.samples_before = now, 0.0, 0", "self.began, self.samples_before = now, 0", WAIT)
 mutant("data_wait: with the steps", "machinery/log", "            asked = time.perf_counter()\n", "", WAIT)
 RANKS_SPEED = "test_speed_and_loss_are_those_of_all_ranks"
 mutant("speed: of one rank", "machinery/log", '(means["count"] - self', "(self.meter.count - self", RANKS_SPEED)
@@ -167,19 +167,19 @@ mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args
 mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
        "test_kept_epochs_are_every_so_many")
 TIES = "test_the_first_of_equal_scores_stays_the_best"
-mutant("best: the last of equal scores", "machinery/run", "(score - state.best) > rounding", "(score - state.best) >= rounding", TIES)
-mutant("best: infinity", "machinery/run", "if math.isfinite(score)", "if not math.isnan(score)", TIES)
-mutant("best: a rise by rounding", "machinery/run", "1e-12 * abs(state.best or 0)", "0", TIES)
-mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-6 * abs(state.best or 0)", TIES)
-mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(state.best or 0)", "1e-12 * (state.best or 0)", TIES)
-mutant("best: zero is no score", "machinery/run", "higher = state.best is None or", "higher = not state.best or", TIES)
+mutant("best: the last of equal scores", "machinery/run", "(score - best) > rounding", "(score - best) >= rounding", TIES)
+mutant("best: infinity", "machinery/run", "return math.isfinite(score)", "return not math.isnan(score)", TIES)
+mutant("best: a rise by rounding", "machinery/run", "1e-12 * abs(best or 0)", "0", TIES)
+mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(best or 0)", "1e-6 * abs(best or 0)", TIES)
+mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(best or 0)", "1e-12 * (best or 0)", TIES)
+mutant("best: zero is no score", "machinery/run", "higher = best is None or", "higher = not best or", TIES)
 mutant("best: by the loss", "machinery/run", 'known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]', "known = [*metrics]", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/state", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 EVAL_ONLY = "test_eval_only_names_the_epoch_whose_weights_it_sees"
 mutant("eval-only: the epoch after", "machinery/log", "epoch -= 1  # the checkpoint counts the epoch as done", "pass", EVAL_ONLY)
-mutant("eval-only: the epoch before the first", "machinery/log", "self.state.step == 0 < epoch", "self.state.step == 0", EVAL_ONLY)
-mutant("eval-only: the epoch before that of a step", "machinery/log", "self.state.step == 0 < epoch", "0 < epoch", EVAL_ONLY)
+mutant("eval-only: the epoch before the first", "machinery/log", "self.state.step == 0 and epoch > 0", "self.state.step == 0", EVAL_ONLY)
+mutant("eval-only: the epoch before that of a step", "machinery/log", "self.state.step == 0 and epoch > 0", "0 < epoch", EVAL_ONLY)
 REMEMBER = "received.append(list(SIGNALS).index(number) + 1)"
 mutant("signals: the last one wins", "machinery/run", REMEMBER, "received[:] = [list(SIGNALS).index(number) + 1]", WINS)
 mutant("signals: the first one wins", "machinery/run", REMEMBER, "received[:] = received or [list(SIGNALS).index(number) + 1]", WINS)
@@ -369,7 +369,7 @@ END = "test_end_says_what_is_best_and_how_to_go_on"
 mutant("end: nothing is said", "machinery/run", "if self.files and state.epoch == args.epochs and state.best is not None:", "if False:", END)
 mutant("end: said without a best", "machinery/run", "state.epoch == args.epochs and state.best is not None:", "state.epoch == args.epochs:", END)
 mutant("end: said after each epoch", "machinery/run", "if self.files and state.epoch == args.epochs and", "if self.files and", END)
-mutant("end: another score", "machinery/run", 'f"best {name} {state.best:.6f}, in', 'f"best {name} {score:.6f}, in', END)
+mutant("end: another score", "machinery/run", 'f"best {name} {self.state.best:.6f}, in', 'f"best {name} {-self.state.best:.6f}, in', END)
 mutant("end: the epoch of best.pt is forgotten at a resume", "machinery/files", '                    self.best_epoch = found["epoch"]\n', "", END)
 mutant("end: the last epoch", "machinery/files", 'if "best.pt" in names:', "if names:", END)
 mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ', 'str(f"to go on: ',
@@ -448,6 +448,6 @@ mutant("divergence: while a save is under way", "machinery/run", "            if
        "test_run_that_diverged_waits_for_its_last_save")
 mutant("seconds: evaluation is training", "machinery/log", '        self.spend("eval_s")\n', '        self.spend("train_s")\n', SECONDS)
 mutant("seconds: training is evaluation", "machinery/run", '        self.log.spend("train_s")\n        state = self.state', "        state = self.state", SECONDS)
-mutant("seconds: of the whole run", "machinery/log", "        line |= self.spent\n        self.start_evaluation_line()\n", "        line |= self.spent\n", SECONDS)
+mutant("seconds: of the whole run", "machinery/log", "        line |= self.spent\n        self.start_times()\n", "        line |= self.spent\n", SECONDS)
 mutant("seconds: counted twice", "machinery/log", "        self.mark = now\n", "", SECONDS)
 mutant("seconds: not in the log", "machinery/log", "        line |= self.spent\n", "", SECONDS)
