@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Now: imported later, by torch itself, its default arguments would keep the process group for ever.
+# Before any process group: imported later, its default arguments would keep that group for ever.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -254,7 +254,7 @@ def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
     A model may hold such values by design, such as an infinite mask. `before` has the same shape;
     without it, every NaN and every infinity counts.
     """
-    # A sum that is finite has finite terms alone, and is ten times as fast.
+    # If the sum is finite, so is every term; to ask it is ten times as fast as to ask all.
     if not value.is_floating_point() or value.sum().isfinite() or value.isfinite().all():
         return False
     if before is None:
@@ -289,8 +289,8 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
-        names = ", ".join(list(own)[:5])
-        raise UsageError(f"{source}: no tensor fits the model, whose tensors are {names}, ...")
+        examples = ", ".join(list(own)[:5])
+        raise UsageError(f"{source}: no tensor fits the model, whose tensors are {examples}, ...")
     bad = [n for n, value in fits.items() if became_non_finite(value.to(own[n].dtype), own[n])]
     if bad:
         raise UsageError(f"{source}: {', '.join(bad[:5])} is not finite")
@@ -309,10 +309,8 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
 # ----------------------------------------------------------------------------------- optimization
 
 
-def build_sgd(
-    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernels
-):
-    options = {"weight_decay": decay, "nesterov": nesterov, **kernels}
+def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
+    options = {"weight_decay": decay, "nesterov": nesterov, **kernel}
     optimizer = torch.optim.SGD(parameters, lr, momentum, **options)
     for parameter in parameters if momentum else ():
         # Fused SGD would leave them uninitialised if the very first step is skipped.
@@ -321,9 +319,9 @@ def build_sgd(
 
 
 def build_adamw(
-    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernels
+    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel
 ):
-    return torch.optim.AdamW(parameters, lr, (momentum, 0.999), weight_decay=decay, **kernels)
+    return torch.optim.AdamW(parameters, lr, (momentum, 0.999), weight_decay=decay, **kernel)
 
 
 OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}
@@ -463,7 +461,7 @@ class StepGuard:
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
         # With sharded gradients each rank has only the norm of its own part here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        # The norm shows NaN and Inf too, without another pass over the memory.
+        # The norm shows NaN and Inf, which times 0 are NaN, without another pass over the memory.
         self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -477,7 +475,7 @@ class StepGuard:
     def update(self) -> None:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
-        in_a_row = (self.in_a_row + self.bad) * self.bad
+        in_a_row = (self.in_a_row + self.bad) * self.bad  # 0 after a good step
         # At 10 the count stays: the loop reads it only at log lines and saves.
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         for buffers, kept in zip(self.statistics, self.kept):
@@ -508,7 +506,7 @@ def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
 
 
 class NoAverage(nn.Module):
-    """Stands in place of an average where none is wanted."""
+    """Stands in place of an average where none is wanted: a module without a state."""
 
     n_averaged = 0
 
@@ -539,8 +537,8 @@ class WeightAverage(AveragedModel):
         self.averaged = [id(value) in averaged for value in tensors]
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
-        modules, none = self.module.named_modules(), nn.Module.get_extra_state
-        self.extra = [name for name, module in modules if type(module).get_extra_state is not none]
+        modules, default = self.module.named_modules(), nn.Module.get_extra_state
+        self.extra = [name for name, m in modules if type(m).get_extra_state is not default]
 
     def after_step(self, net: nn.Module) -> None:
         if self.kind == "ema":
@@ -554,8 +552,8 @@ class WeightAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, net: nn.Module) -> None:
-        # torch's class would copy `n_averaged` to the device, and wait for that, in each step. On
-        # a GPU it divides by it in float32, whatever the type of the parameters is.
+        # torch's class would copy `n_averaged` to the device, and wait for that, in each step. On a
+        # GPU it would divide by the copy in float32, whatever the type of the parameters is.
         n = int(self.n_averaged)
         share = 1 - self.decay if self.kind == "ema" and n else 1 / (n + 1)  # of the new values
         both = ([*module.parameters(), *module.buffers()] for module in (self.module, net))
@@ -607,7 +605,7 @@ def swa_epochs(
         return [*found]
     cycle = next(iter(step_epochs), max(1, epochs - warmup_epochs))
 
-    def ends_cycle(epoch: int) -> bool:  # not in the middle of a step's rise or fall
+    def ends_cycle(epoch: int) -> bool:  # at least one cycle, and no part of one, lies behind it
         cycles = (epoch - warmup_epochs) / cycle
         return cycles > 0.5 and abs(cycles - round(cycles)) < 1e-9
 
@@ -725,10 +723,10 @@ class Meter:
 
     def restore(self, sums: dict[str, list[float]]) -> None:
         """Go on from what `sums_of_ranks` returned; at another world size rank 0 takes all."""
-        same = len(sums["count"]) == get_world_size()
-        share = {
-            n: of[get_rank()] if same else sum(of) * (get_rank() == 0) for n, of in sums.items()
-        }
+        others = get_world_size() - 1
+        if len(sums["count"]) != others + 1:
+            sums = {name: [sum(of)] + [0.0] * others for name, of in sums.items()}
+        share = {name: of[get_rank()] for name, of in sums.items()}
         self.count = int(share.pop("count"))
         tensor = {"device": self.device, "dtype": self.dtype}
         self.sums = {name: torch.tensor(value, **tensor) for name, value in share.items()}
@@ -762,7 +760,7 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     The others are copies of the first, and appear after it, in this order.
     """
     temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
-    handled = sys.exc_info()[1]  # what a caller may be about to handle
+    handled = sys.exc_info()[1]  # an error that the caller is handling is no cause of ours
     try:
         for path, temporary in zip(paths, temporaries):
             if path is paths[0]:

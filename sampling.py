@@ -1,8 +1,8 @@
 """Which samples a rank gets, in which order, and how they are augmented.
 
-A sampler names the samples of a batch. KeyedDataset fetches them, and sets `epoch_key` before,
-which the random numbers at the end of this file read. All of it is a pure function of the seed: no
-mode, world size or interruption matters. This file imports common.py alone: you can copy the two.
+A sampler names the samples of a batch. KeyedDataset sets `epoch_key`, from which the random numbers
+of each sample are made, and fetches them. All of it is a pure function of the seed: no mode, world
+size or interruption matters. This file imports common.py alone, so that you can copy the two.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class GlobalBatchSampler(Sampler):
             yield self.epoch, self._order(torch.cat(slices).numpy()).tolist()  # to KeyedDataset
 
     def _order(self, positions: np.ndarray) -> np.ndarray:
-        order_key = splitmix64(self.seed, self.epoch, -1)  # seed_rng never gets a micro-batch -1
+        order_key = splitmix64(self.seed, self.epoch, -1)  # -1: seed_rng never has this key
         if not self.balanced:
             return permuted(positions, self.length, order_key)
         drawn = splitmix64(order_key, positions.astype(np.uint64), 0) % len(self.sizes)
@@ -320,7 +320,7 @@ def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
     bits = splitmix64(seed, step, micro_batch) % 2**63 + rank  # each rank has its own stream
     seed_generators(bits)  # torch.manual_seed would also record a stack trace in every step
     accelerator = _accelerator()
-    # Before its first use torch would record a stack trace here too, as under --device cpu.
+    # Not before its first use: torch would record a stack trace here too, even under --device cpu.
     if accelerator and getattr(accelerator, "is_initialized", lambda: True)():
         accelerator.manual_seed(bits)
 

@@ -1,6 +1,6 @@
 """The part you replace: data sets, model, loss and metrics of one problem.
 
-A task is any file with the first four functions (--task FILE.py); README has one of 12 lines. The
+A task is any file with the first four functions (--task FILE.py); README has one of 11 lines. The
 scripts know nothing of the problem, and a task nothing of devices. Here: image classification.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
@@ -287,9 +287,9 @@ class DigitNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(images)))), 2)
         features = F.relu(self.conv3(features))
-        # As adaptive_max_pool2d, whose backward on CUDA adds in any order: --deterministic refuses.
+        # adaptive_max_pool2d to 2 x 2, written out: --deterministic refuses its backward on CUDA.
         sides = [max(2, side) for side in features.shape[-2:]]
-        features = features.expand(-1, -1, *sides)  # one row of 2 or 3 pixels counts twice
+        features = features.expand(-1, -1, *sides)  # a side of 1, of an input of 2 or 3, is doubled
         features = F.max_pool2d(features, [-(-n // 2) for n in sides], [n // 2 for n in sides])
         return self.head(features.flatten(1))
 
@@ -344,7 +344,7 @@ def build_model(args: Namespace) -> nn.Module:
     dtype = getattr(torch, args.dtype)
     if args.compile:
         torch.compiler.assume_constant_result(per_channel)  # else each step makes them anew
-    # A hook, no layer: parameters keep their plain names. A state dict has no mean and deviation.
+    # A hook, not a layer: parameters keep plain names, and a state dict has no mean and deviation.
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
 

@@ -44,7 +44,7 @@ def train_one_epoch(
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-        state.scheduler.step()
+        state.scheduler.step()  # after a skipped step too
         state.average.after_step(state.net)  # for --average ema
         run.end_step(state.scaler.norm)  # counts and logs; saves if due; ends after a signal
 

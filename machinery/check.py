@@ -39,13 +39,12 @@ def check_run(
     `net` is on the CPU. A forked child looks, so that nothing of it is left here: no random number
     drawn, no state of the task, no thread.
     """
-    together = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-    if together and os.environ.get("LOCAL_RANK", "0") != "0":
+    launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # srun sets neither
+    if launched and os.environ.get("LOCAL_RANK", "0") != "0":
         return  # the first rank of this machine looks; the launcher ends the others with it
     on_cpu = resolve_device_type(args.device) == "cpu"  # a forked child cannot ask
     given = (torch.get_device_module(), args, task, train_set, val_set, net, on_cpu)
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, context, become_child, given) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), become_child, given) as pool:
         try:
             pool.submit(check_given).result()
         except UsageError as error:
@@ -80,6 +79,39 @@ def check(
             raise UsageError(f"--task {args.task}: set_epoch of a data set is not called; {advice}")
         batch_size = ShardSampler(len(val_set), args.eval_batch_size).batch_size
     GlobalBatchSampler(train_set, args.batch_size, args.seed, balanced=args.balanced)
+    check_optimizer(args, task, net)
+
+    with blame(f"--task {args.task}: get_extra_state of the model", args.task):
+        read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, torch.Tensor)})
+    with blame(f"--resume {args.resume}: not a checkpoint of this program"):
+        _, checkpoint = find_checkpoint(args, length)
+    if checkpoint:
+        with blame(f"--resume {args.resume}: its weights do not fit the model"):
+            net.load_state_dict(checkpoint["model"])
+
+    tensors = names_of_tensors(args, net)
+    common.train_mode(net)
+    meter = common.Meter(torch.device("cpu"))  # it minds the names of the metrics
+    first = [*range(min(2, args.batch_size))]  # no larger than a batch of the run
+    check_samples(args, task, net, train_set, first, on_cpu, meter)
+    net.eval()
+    n, first = len(val_set), [*range(min(2, batch_size))]
+    last = min(2, n % batch_size or batch_size)  # samples of the last batch
+    for indices in first, [*range(n - last, n)]:
+        check_samples(args, task, net, val_set, indices, on_cpu, meter)
+
+    made = ", ".join(sorted(names_of_tensors(args, net) - tensors))
+    advice = "no checkpoint or average would have it; register it in __init__"
+    refuse(made, f"--task {args.task}: the forward of the model makes the buffer {made}; {advice}")
+    unknown = args.best not in (None, *meter.sums) and meter.count and not task.dataset_metrics
+    refuse(unknown, f"--best {args.best}: no such metric; use one of {', '.join(meter.sums)}")
+    lists = "" if task.dataset_metrics else ", ".join(meter.lists)
+    advice = "without a function of this name in the task nobody uses them"
+    refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
+
+
+def check_optimizer(args: Namespace, task: Task, net: nn.Module) -> None:
+    """Build the optimizer, make a step (in this child), and read its state as a resume does."""
     where = f"--task {args.task}: build_optimizer"
     with blame(where, args.task):
         optimizer = task.build_optimizer(args, net)
@@ -96,32 +128,6 @@ def check(
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         read_back(optimizer.state_dict())
-    others = {n: v for n, v in net.state_dict().items() if not isinstance(v, torch.Tensor)}
-    with blame(f"--task {args.task}: get_extra_state of the model", args.task):
-        read_back(others)
-    with blame(f"--resume {args.resume}: not a checkpoint of this program"):
-        _, checkpoint = find_checkpoint(args, length)
-    if checkpoint:
-        with blame(f"--resume {args.resume}: its weights do not fit the model"):
-            net.load_state_dict(checkpoint["model"])
-    tensors = names_of_tensors(args, net)
-    common.train_mode(net)
-    meter = common.Meter(torch.device("cpu"))  # it minds the names of the metrics
-    first = [*range(min(2, args.batch_size))]  # no batch that never comes
-    check_samples(args, task, net, train_set, first, on_cpu, meter)
-    net.eval()
-    n, first = len(val_set), [*range(min(2, batch_size))]
-    last = min(2, n % batch_size or batch_size)  # samples of the last batch
-    for indices in first, [*range(n - last, n)]:
-        check_samples(args, task, net, val_set, indices, on_cpu, meter)
-    made = ", ".join(sorted(names_of_tensors(args, net) - tensors))
-    advice = "no checkpoint or average would have it; register it in __init__"
-    refuse(made, f"--task {args.task}: the forward of the model makes the buffer {made}; {advice}")
-    unknown = args.best not in (None, *meter.sums) and meter.count and not task.dataset_metrics
-    refuse(unknown, f"--best {args.best}: no such metric; use one of {', '.join(meter.sums)}")
-    lists = "" if task.dataset_metrics else ", ".join(meter.lists)
-    advice = "without a function of this name in the task nobody uses them"
-    refuse(lists, f"--task {args.task}: {lists}: lists are for dataset_metrics; {advice}")
 
 
 def names_of_tensors(args: Namespace, net: nn.Module) -> set[str]:

@@ -40,7 +40,8 @@ def find_checkpoint(args: Namespace, samples: int) -> tuple[Path | None, dict[st
     `samples` is the length of the training set. Raises UsageError if the file is damaged, or
     belongs to another run.
     """
-    directory, again = output_directory(args), attempt() > 0 and not args.eval_only
+    directory = output_directory(args)
+    again = attempt() > 0 and not args.eval_only  # a launcher has started the ranks again
     if again and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
         raise UsageError("--output-dir is needed for torchrun to start a run again")
     path = Path(args.resume) if args.resume not in (None, "auto") else None
@@ -74,7 +75,7 @@ def check_config(args: Namespace, config: dict[str, Any], path: Path) -> None:
     given = declared(args)
     fixed = given.keys() - keys(MAY_CHANGE)
     if args.eval_only:
-        fixed = keys(EVALUATED) | {*args.task_options}
+        fixed = keys(EVALUATED) | {*args.task_options}  # what changes the numbers
     for name, now in given.items():
         then = config.get(name, now)
         if name == "task":
@@ -100,7 +101,7 @@ def check_average(args: Namespace, checkpoint: dict[str, Any], path: Path) -> No
         return [epoch for epoch in swa_epochs(**schedule) if epoch <= done]
 
     wanted = averaged(args.epochs)
-    if len(wanted) in (0, found):
+    if len(wanted) in (0, found):  # none is due yet, or the file holds just these
         return
     enough = next(epochs for epochs in itertools.count(args.epochs) if not averaged(epochs))
     begins = f"--average swa would begin in epoch {wanted[0]}"

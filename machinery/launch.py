@@ -197,9 +197,8 @@ def main() -> int:
             os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
             stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
-            code, cause = wait_for(
-                start(script, argv, devices, args, attempt), args.nnodes, received
-            )
+            processes = start(script, argv, devices, args, attempt)
+            code, cause = wait_for(processes, args.nnodes, received)
             written = last.exists() and last.stat().st_mtime_ns != before
             # Without a checkpoint of this run the same would happen again.
             useful = written or (before and args.resume == "auto")

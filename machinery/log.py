@@ -42,7 +42,7 @@ class Log:
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         # Of the training line to come: when it began, and the seconds of waiting for batches.
         self.began = self.waited = 0.0
-        self.samples_before = 0  # of that line's samples: on so many an earlier process trained
+        self.samples_before = 0  # of that line's samples, how many an earlier process trained on
         self.lr = 0.0  # the learning rate of the step that is being made
         self.start_times()
 

@@ -237,9 +237,8 @@ def keys(trait: Trait) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        wrong = re.search(
-            r"(?:unrecognized arguments: (?=--\w)|invalid choice: ')([^\s']+)", message
-        )
+        pattern = r"(?:unrecognized arguments: (?=--\w)|invalid choice: ')([^\s']+)"
+        wrong = re.search(pattern, message)
         choices = re.findall(r"[^\s',()]+", message.partition("choose from")[2])
         known = choices or self._option_string_actions
         close = difflib.get_close_matches(wrong[1].lower(), known, 1) if wrong else []
@@ -415,9 +414,8 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     unused = args.final_lr > 0 and schedule in ("constant", *USE_MARKS)
     refuse(unused, f"--final-lr {args.final_lr} has no effect on --schedule {schedule}; use cosine")
     unused = args.step_gamma != 0.1 and schedule not in USE_MARKS
-    refuse(
-        unused, f"--step-gamma {args.step_gamma} has no effect on --schedule {schedule}; use {use}"
-    )
+    gamma = f"--step-gamma {args.step_gamma}"
+    refuse(unused, f"{gamma} has no effect on --schedule {schedule}; use {use}")
     begins = f"--swa-start {args.swa_start:g}"
     unused = args.average != "swa" and args.swa_start != 0.75
     refuse(unused, f"{begins} has no effect on --average {args.average}; use swa, or leave it out")

@@ -145,14 +145,13 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = not deterministic
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark = not deterministic
     if deterministic:
         # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
         with contextlib.suppress(RuntimeError):
-            at_end.callback(
-                setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32
-            )
-            torch.backends.cudnn.allow_tf32 = False
+            at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
+            cudnn.allow_tf32 = False
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":

@@ -52,7 +52,7 @@ class StopSignal:
         if dist.is_initialized():
             tensor = torch.tensor(flag)
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
-            earlier, self.pending = self.pending, (work, tensor)
+            earlier, self.pending = self.pending, (work, tensor)  # earlier: of the step before
             due = self.pending if wait else earlier  # None in the first step
             if due:
                 due[0].wait()
@@ -179,7 +179,7 @@ class Run:
         """Return the network to evaluate: the average of the weights if there is one.
 
         An SWA average gets BatchNorm statistics of its own, from the epoch's batches, cut as in
-        training. Without --sync-bn rank 0's slices count, as they do in training.
+        training. Without --sync-bn those of rank 0, or replica 0, count, as they do in training.
         """
         self.log.spend("train_s")
         state = self.state
@@ -199,7 +199,6 @@ class Run:
             for i, (inputs, _) in enumerate(common.split_batch(batch, self.args.accum_steps)):
                 # Dropout is at work, with other masks than in the steps of this epoch.
                 seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())
-                # Of dp, replica 0 alone: its statistics count.
                 yield common.tree_map(lambda tensor: tensor.chunk(replicas)[0], inputs)
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
@@ -216,7 +215,7 @@ class Run:
             state.best, names = metrics[name], ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
-        # After the last epoch nothing is left to stop.
+        # Waits: the save below must know of a stop. After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:

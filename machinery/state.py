@@ -55,7 +55,7 @@ class State:
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         optimizer = dict(checkpoint["optimizer"])
-        optimizer["state"] = {  # an optimizer may also keep something under another key
+        optimizer["state"] = {  # a number is a parameter's key; there may be others
             i: cut_like(values, dict.fromkeys(values, parameters[i])) if type(i) is int else values
             for i, values in optimizer["state"].items()
         }
@@ -65,7 +65,7 @@ class State:
                 now = self.optimizer.state[parameter]
                 if not isinstance(saved, Tensor):
                     continue
-                # torch has rounded to the type of the parameter what may have another one. Fused
+                # load_state_dict has cast it to the parameter's type: take it in its own. Fused
                 # kernels need the parameter's strides, and --channels-last may change.
                 if saved.dim() and saved.shape == parameter.shape:
                     now[name] = torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
@@ -84,7 +84,7 @@ class State:
 
 
 def whole(value: Any) -> Any:
-    """Return a copy of dicts and lists, whole tensors on rank 0's CPU. Call it on every rank."""
+    """Return a copy with whole tensors, on rank 0's CPU, elsewhere None. Call it on every rank."""
     if isinstance(value, dict):
         found = copy.copy(value)  # keeps the versions of the modules, which some modules ask for
         found.update({name: whole(item) for name, item in value.items()})
@@ -110,9 +110,9 @@ def joined(shards: Tensor) -> Tensor:
     rows = math.ceil(len(shards) / ranks)  # on each rank; the last ones may have fewer, or none
     padded = own.new_zeros(rows, *shards.shape[1:])
     padded[: len(own)] = own
-    whole = own.new_empty(rows * ranks, *shards.shape[1:])
-    dist.all_gather([*whole.tensor_split(ranks)], padded, group=group)  # writes into `whole`
-    return whole[: len(shards)]
+    gathered = own.new_empty(rows * ranks, *shards.shape[1:])
+    dist.all_gather([*gathered.tensor_split(ranks)], padded, group=group)  # writes into it
+    return gathered[: len(shards)]
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

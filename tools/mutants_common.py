@@ -125,9 +125,9 @@ mutant("load: checksums not tested", "common", "damaged := file.testzip()", "dam
 mutant("load: to the device that saved it", "common", 'map_location="cpu", ', "", "test_pitfall_17_device_is_chosen_before_anything_else")
 mutant("load: format not looked at", "common", 'or checkpoint.get("format") != FORMAT', "",
        "test_checkpoint_of_another_format_is_refused")
-SHARE = "of[get_rank()] if same else sum(of) * (get_rank() == 0)"
-mutant("resume: sums of all ranks restored on every rank", "common", SHARE, "sum(of)", f"{BITWISE}[ddp-2-9]")
-mutant("resume: sums of the ranks put together", "common", SHARE, "sum(of) * (get_rank() == 0)",
+SHARE = "of[get_rank()] for name, of in sums.items()"
+mutant("resume: sums of all ranks restored on every rank", "common", SHARE, "sum(of) for name, of in sums.items()", f"{BITWISE}[ddp-2-9]")
+mutant("resume: sums of the ranks put together", "common", 'if len(sums["count"]) != others + 1:', "if True:",
        "test_sums_of_ranks_go_back_to_the_ranks")
 mutant("swa: from the first epoch", "common", "self.n_averaged < due", "self.n_averaged < epoch + 1",
        "test_ema_and_swa_are_what_they_say")
@@ -298,8 +298,8 @@ mutant("weights: extra ones not named", "common",
        "if extra := []:",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("meter: sums of another world to rank 1", "common",
-       "sum(of) * (get_rank() == 0)",
-       "sum(of) * (get_rank() == get_world_size() - 1 > 0)",
+       "[sum(of)] + [0.0] * others",
+       "[0.0] * others + [sum(of) * (others > 0)]",
        "test_sums_of_ranks_go_back_to_the_ranks", "test_meter_goes_on_from_its_sums")
 mutant("drift: the smallest number has no negative", "common", "torch.cat([sums, ~sums])", "torch.cat([sums, 1 - sums])", DRIFTED)
 mutant("drift: minus zero is overlooked", "common", "torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest\n    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()",

@@ -328,9 +328,9 @@ mutant("launch: an abort is never the cause", "machinery/launch", "{None, 0, LOS
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or {*ended} -", "if {*ended} -",
        "test_rank_that_nccl_aborts_is_not_the_cause")
-mutant("devices: convolutions use TF32", "machinery/processes", "            torch.backends.cudnn.allow_tf32 = False\n", "            pass\n",
+mutant("devices: convolutions use TF32", "machinery/processes", "            cudnn.allow_tf32 = False\n", "            pass\n",
        "test_deterministic_convolutions_do_not_use_tf32")
-mutant("traces: TF32 of convolutions stays off", "machinery/processes", 'at_end.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)', "pass",
+mutant("traces: TF32 of convolutions stays off", "machinery/processes", 'at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)', "pass",
        "test_deterministic_convolutions_do_not_use_tf32")
 mutant("end: a late signal kills", "machinery/processes", "        signal.signal(number, signal.SIG_IGN)\n    # A device", "        pass\n    # A device",
        "test_signal_in_pythons_last_clean_up_is_too_late")

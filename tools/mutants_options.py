@@ -167,7 +167,7 @@ mutant("nodes: workers are compared", "machinery/options",
 
 # ----------------------------------------------------------------------------------------------------------------------- machinery/check.py
 
-mutant("slurm: only the first task checks", "machinery/check", "together and os.environ", "os.environ", "test_every_task_of_srun_checks")
+mutant("slurm: only the first task checks", "machinery/check", "launched and os.environ", "os.environ", "test_every_task_of_srun_checks")
 mutant("check: in the process of the run", "machinery/check",
        "pool.submit(check_given).result()", "check(*given)",
        "test_check_starts_no_thread_and_draws_no_random_number", "test_check_leaves_no_trace_in_the_state_of_the_task[single-1]")
