@@ -95,7 +95,7 @@ def sync_buffers(net: nn.Module) -> None:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]  # as integers
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
-    extremes = torch.cat([sums, ~sums])  # ~ reverses the order and, unlike -, never overflows
+    extremes = torch.cat([sums, ~sums])  # the MAX of ~x is ~MIN of x; unlike -, ~ never overflows
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()
     names = [name for name, _ in net.named_parameters()]
@@ -349,7 +349,7 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
         group["lr"] = float(group["lr"]) * factor  # a task may have set a tensor
 
 
-# To add a schedule, write a function and name it in SCHEDULES; --schedule then knows it:
+# To add a --schedule, write a function and name it in SCHEDULES; --warmup-epochs come before it:
 #     def halving(step, start, end, marks, low):
 #         return 0.5 ** ((step - start) / 1000)
 # It returns the learning rate divided by its peak, at a global step from `start`, the end of the
@@ -479,7 +479,7 @@ class StepGuard:
         # At 10 the count stays: the loop reads it only at log lines and saves.
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         for buffers, kept in zip(self.statistics, self.kept):
-            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)
+            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)  # new ones, unless bad
             torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
         self.grad_scaler.update()
 

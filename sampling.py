@@ -32,8 +32,8 @@ from common import UsageError, get_rank, get_world_size
 class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
-    All ranks have the same seed, so they compute the same permutation. Yields (epoch, indices):
-    the workers live for the whole run, so each batch tells its epoch.
+    All ranks have the same seed, so they compute the same permutation. Yields (epoch, indices), for
+    KeyedDataset: the workers live for the whole run, so each batch tells its epoch.
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 
@@ -90,7 +90,7 @@ class GlobalBatchSampler(Sampler):
             return permuted(positions, self.length, order_key)
         drawn = splitmix64(order_key, positions.astype(np.uint64), 0) % len(self.sizes)
         member = splitmix64(order_key, positions.astype(np.uint64), 1) % self.sizes[drawn]
-        return self.by_class[self.sizes.cumsum()[drawn] - 1 - member]  # from the end of its class
+        return self.by_class[self.sizes.cumsum()[drawn] - 1 - member]  # back from the class's end
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:

@@ -46,7 +46,7 @@ def train_one_epoch(
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()  # after a skipped step too
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)  # counts and logs; saves if due; ends after a signal
+        run.end_step(state.scaler.norm)  # counts and logs; saves if due; raises after a signal
 
 
 @torch.no_grad()

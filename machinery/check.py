@@ -28,7 +28,7 @@ from machinery.processes import error_on_all, resolve_device_type
 from machinery.tasks import RESERVED, Task, blame
 from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, leave_signals_to_parent
 
-_given: tuple = ()  # set in the child process
+_given: tuple = ()  # in the child: the arguments of check, which the fork has brought
 
 
 def check_run(
@@ -92,12 +92,12 @@ def check(
     tensors = names_of_tensors(args, net)
     common.train_mode(net)
     meter = common.Meter(torch.device("cpu"))  # it minds the names of the metrics
-    first = [*range(min(2, args.batch_size))]  # no larger than a batch of the run
-    check_samples(args, task, net, train_set, first, on_cpu, meter)
+    few = [*range(min(2, args.batch_size))]  # no larger than a batch of the run
+    check_samples(args, task, net, train_set, few, on_cpu, meter)
     net.eval()
-    n, first = len(val_set), [*range(min(2, batch_size))]
+    n, few = len(val_set), [*range(min(2, batch_size))]
     last = min(2, n % batch_size or batch_size)  # samples of the last batch
-    for indices in first, [*range(n - last, n)]:
+    for indices in few, [*range(n - last, n)]:
         check_samples(args, task, net, val_set, indices, on_cpu, meter)
 
     made = ", ".join(sorted(names_of_tensors(args, net) - tensors))

@@ -41,11 +41,11 @@ def find_checkpoint(args: Namespace, samples: int) -> tuple[Path | None, dict[st
     belongs to another run.
     """
     directory = output_directory(args)
-    again = attempt() > 0 and not args.eval_only  # a launcher has started the ranks again
-    if again and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
+    restarted = attempt() > 0 and not args.eval_only  # a launcher has started the ranks again
+    if restarted and not args.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
         raise UsageError("--output-dir is needed for torchrun to start a run again")
     path = Path(args.resume) if args.resume not in (None, "auto") else None
-    if args.resume == "auto" or again:
+    if args.resume == "auto" or restarted:
         last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
         if last.exists():
             path = last
@@ -154,7 +154,7 @@ class RunFiles:
             self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
         print(f"output directory: {self.directory}", flush=True)
 
-    def go_on(self) -> None:
+    def drop_later(self) -> None:
         """Remove what is later than the checkpoint: the run will make it again."""
         last, checkpoint = self.directory / "last.pt", self.checkpoint
         if checkpoint and self.path.resolve() != last.resolve():  # last.pt may also be damaged
@@ -162,9 +162,9 @@ class RunFiles:
         self.log.truncate(self._bytes_before(checkpoint))
 
     def _find_best(self, path: Path, best: float) -> bool:
-        """Return whether best.pt has the score `best`; copy it from beside `path` if that one has.
+        """Return whether best.pt has the score `best`; if that beside `path` has it, copy it first.
 
-        After an earlier checkpoint was chosen it has not: it is the file of a later epoch.
+        If --resume names an earlier checkpoint, best.pt may belong to a later epoch.
         """
         for name in (self.directory / "best.pt", path.with_name("best.pt")):
             with contextlib.suppress(UsageError):  # no such file, or damaged

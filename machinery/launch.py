@@ -79,8 +79,8 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
 
     `ended` has the exit code of each rank; None: it had to be killed.
     """
-    if nnodes > 1 or {*ended} - {None, 0, LOST, -signal.SIGABRT}:
-        # NCCL aborts a rank that has lost another one. The other one knows the cause.
+    others = {*ended} - {None, 0, LOST, -signal.SIGABRT}
+    if nnodes > 1 or others:  # NCCL aborts a rank that lost another one, which knows the cause
         ended = [LOST if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:
@@ -191,7 +191,7 @@ def main() -> int:
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     os.environ["TORCHELASTIC_RUN_ID"] = run_id  # names the output directory of all attempts
     last, received = output_directory(args) / "last.pt", []
-    before = last.exists() and last.stat().st_mtime_ns
+    before = last.stat().st_mtime_ns if last.exists() else None
     with tempfile.TemporaryDirectory() as directory:
         if args.nnodes == 1:  # meet in a file: nothing listens to the network
             os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
@@ -201,9 +201,9 @@ def main() -> int:
             code, cause = wait_for(processes, args.nnodes, received)
             written = last.exists() and last.stat().st_mtime_ns != before
             # Without a checkpoint of this run the same would happen again.
-            useful = written or (before and args.resume == "auto")
-            again = useful and attempt < RESTARTS and args.nnodes == 1
-            if code != 1 or received or not again:
+            can_resume = written or (before and args.resume == "auto")
+            restart = can_resume and attempt < RESTARTS and args.nnodes == 1
+            if code != 1 or received or not restart:
                 break
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
         tell(cause)

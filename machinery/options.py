@@ -22,7 +22,7 @@ from machinery.tasks import blame, fresh, load_module
 
 
 class Trait(enum.Flag):
-    """What else is true of an option. Without a trait it describes the training run itself."""
+    """What may be done with an option. Without a trait it is fixed: on all nodes, on a resume."""
 
     NONE = 0
     MAY_CHANGE = enum.auto()  # when a run is resumed
@@ -359,7 +359,7 @@ def check_nodes(args: argparse.Namespace, mode: str) -> None:
 
 
 def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> None:
-    """Count the devices of the run, here and in all; check that they exist and get samples."""
+    """Translate srun's variables; count the devices, and check that they exist and get samples."""
     launched = mode in LAUNCHED and devices is None  # by torchrun or srun
     by_srun = launched and take_ranks_of_slurm()
     device_type = resolve_device_type(args.device)
@@ -387,9 +387,9 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
     pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
     problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"
     refuse(args.batch_size < least, f"{problem}; it must be at least {least}")
-    groups = getattr(args, "shard_size", None) or world_size
-    wrong = world_size % groups != 0
-    refuse(wrong, f"--shard-size {groups} must divide the number of devices, {world_size}")
+    size = getattr(args, "shard_size", None) or world_size
+    wrong = world_size % size != 0
+    refuse(wrong, f"--shard-size {size} must divide the number of devices, {world_size}")
 
 
 def check_values(args: argparse.Namespace, mode: str) -> None:
@@ -398,10 +398,8 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
     schedule, steps = args.schedule, args.step_epochs
     marks = f"--step-epochs {' '.join(map(str, steps))}"
-    warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
     missing = args.tensorboard and not importlib.util.find_spec("tensorboard")
     refuse(missing, "--tensorboard needs the package tensorboard: pip install tensorboard")
-    alone, compress = mode in ("single", "dp"), f"--grad-compress {args.grad_compress}"
 
     both = args.amp != "off" and args.dtype == "float64"
     refuse(both, f"--amp {args.amp} is half precision and --dtype float64 double; leave one out")
@@ -423,6 +421,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     advice = "use a lower --swa-start, or cycles of the rate that end where an epoch ends"
     refuse(none, f"{begins}: --average swa would average none of {args.epochs} epochs; {advice}")
     # A run of one epoch may cut the default.
+    warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
     longer = args.epochs < warmup != usual.settings["default"]
     refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
     wrong = args.nesterov and args.optimizer != "sgd"
@@ -431,9 +430,10 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(wrong, "--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
     wrong = mode == "dp" and args.sync_bn
     refuse(wrong, "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn")
+    compress = f"--grad-compress {args.grad_compress}"
     wrong = args.grad_compress == "powersgd" and args.amp == "fp16"
     refuse(wrong, f"{compress} cannot follow the loss scale of --amp fp16; use --amp bf16")
-    wrong = alone and args.grad_compress != "none"
+    wrong = mode in ("single", "dp") and args.grad_compress != "none"
     refuse(wrong, f"{compress} has no effect in one process; use ddp or spawn, or leave it out")
     if mode == "fsdp":
         wrong = args.grad_compress != "none"

@@ -33,7 +33,7 @@ DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
 # They stop a run at the next step; after saving it ends with this exit code. Of two the later in
 # this list wins.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
-# A rank raises this when another rank is gone. A lost connection of the task itself differs.
+# A rank raises this when another is gone. A lost connection of the task itself has other words.
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*"
     r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
@@ -42,14 +42,14 @@ LOST_CONNECTION = re.compile(
 # Exit codes of a rank for machinery/launch.py: it failed and told why, it lost another one.
 FAILED, LOST = 4, 5
 GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
-REPEATED = 30  # seconds after which an error is said that another rank has probably said
+REPEATED = 30  # seconds that a rank waits before it prints what the first rank prints too
 WRITER = "checkpoint"  # begins the name of the thread that writes one
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "
     "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
 )
-_ends_with_run = False  # True under `python train_ddp.py`, False where a notebook calls main
+_is_program = False  # True under `python train_ddp.py`, False where a notebook calls main
 at_end = contextlib.ExitStack()  # puts back, after a run, what it changed in its process
 SETTINGS = [  # what a run changes in its process: how to read it, how to put it back
     (random.getstate, random.setstate),
@@ -78,7 +78,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def wrapper(*arguments: Any, **options: Any) -> int:
-        if _ends_with_run:
+        if _is_program:
             return main(*arguments, **options)
         environment, benchmark = dict(os.environ), torch.backends.cudnn.benchmark
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -172,18 +172,18 @@ def run_main(main: Callable[[], int]) -> int:
     0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving. A
     signal before training begins ends the process at once: nothing can be lost yet.
     """
-    global _ends_with_run
-    _ends_with_run = True
-    ends: list[int] = []
-    atexit.register(end_process, ends)
+    global _is_program
+    _is_program = True
+    codes: list[int] = []
+    atexit.register(before_exit, codes)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
     try:
         code = main()
-        if code is None:
+        if code is None:  # torch's @record makes it of a task's sys.exit(0)
             raise RuntimeError("the run was left before its end, without an error")
-        ends.append(code)
+        codes.append(code)
         return code
     except UsageError as error:
         if not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -200,8 +200,8 @@ def run_main(main: Callable[[], int]) -> int:
         dist.barrier()  # rank 0 has saved, and nobody waits any more
         dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        tell(reason and f"{reason} (exit code {code})")
-    ends.append(code)
+        tell(f"{reason} (exit code {code})" if reason else "")
+    codes.append(code)
     return code
 
 
@@ -229,17 +229,17 @@ def fail(error: BaseException) -> int:
     leave(FAILED if launched else 1)
 
 
-def end_process(ends: list[int]) -> None:
-    """Prepare Python's last clean-up, or leave before it; `ends` holds the exit code of a run."""
+def before_exit(codes: list[int]) -> None:
+    """Prepare Python's last clean-up, or leave before it; `codes` holds the exit code of a run."""
     for number in SIGNALS:  # that clean-up takes away the handlers: a late signal would kill
         signal.signal(number, signal.SIG_IGN)
     # A device mesh keeps gloo's threads alive, and they may abort the clean-up.
-    if ends and "machinery.sharding" in sys.modules:
+    if codes and "machinery.sharding" in sys.modules:
         # What Python itself has registered with atexit stood before, and would come later.
         weakref.finalize._exitfunc()
         multiprocessing.util._exit_function()
         logging.shutdown()
-        leave(ends[0])
+        leave(codes[0])
 
 
 def wait_for_writer(seconds: float | None = None) -> None:

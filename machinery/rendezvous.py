@@ -22,8 +22,8 @@ from sampling import end_with_parent
 def ranks_from_env() -> tuple[int, int, int]:
     """Return (rank, local rank, world size) from the launcher's variables.
 
-    Under srun parse_args has translated SLURM's. The process then ends with its launcher. Raises
-    UsageError if there is no launcher.
+    Under srun parse_args has translated SLURM's. From here on the process ends with its launcher,
+    and gloo uses the interface to MASTER_ADDR. Raises UsageError if there is no launcher.
     """
     try:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

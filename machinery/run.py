@@ -93,7 +93,7 @@ class Run:
             self._restore(checkpoint)
             print0(f"resumed {self._position()}")
         if not self.args.eval_only:  # which has nothing to save
-            self._on_rank0(lambda: self.files.go_on())  # not before the checkpoint fits
+            self._on_rank0(lambda: self.files.drop_later())  # not before the checkpoint fits
             self.stop = StopSignal()
         self.log.start_times()
 

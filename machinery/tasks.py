@@ -1,4 +1,4 @@
-"""Load the file of --task, and name it in whatever it raises."""
+"""Load the file of --task, bind its options, build its model; name the file in what it raises."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ READ_THEIR_PARTS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Transfo
 def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
-    They are the highest modules that hold at most an eighth of the parameters, larger ones if they
-    have no parts. What holds less than 1/256 is left out, what shares a weight with another, and
-    what holds vectors alone: torch warns that a norm returns a view, which must not be changed.
-    Attention is never cut into its parts: it reads their weights without a call.
+    They are the topmost modules with at most an eighth of the parameters; one without parts may be
+    larger. Left out are modules with less than 1/256, modules that share a weight with another, and
+    modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
+    Attention stays whole: it reads the weights of its parts without a call.
     """
     total = sum(parameter.numel() for parameter in net.parameters())
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
@@ -80,7 +80,7 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
             return []
         container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # it has no forward
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-        shared = any(uses[parameter] > times for parameter, times in inside.items())
+        shared = any(uses[key] > times for key, times in inside.items())
         if isinstance(module, READ_THEIR_PARTS):
             return [] if shared else [module]
         fits = 8 * size <= total or not [*module.children()]
@@ -168,7 +168,7 @@ def metrics_of_set(
 def optimizer_as_built(build: Callable, args: Namespace, net: nn.Module) -> torch.optim.Optimizer:
     """Call build_optimizer; while it looks, each module has the class that the task gave it.
 
-    Sharding and --sync-bn change classes, and a task may sort its parameters by them.
+    train_fsdp.py has changed classes before, and a task may group its parameters by them.
     """
     modules, built = [*net.modules()], getattr(net, "classes_as_built", [])
     changed = [(m, type(m), kind) for m, kind in zip(modules, built) if type(m) is not kind]

@@ -127,7 +127,7 @@ def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115 (a fork has those of pytest)
     torch.set_num_threads(1)
     machinery.processes.at_end.pop_all()  # a fork has what tests did in pytest's process
-    machinery.processes._ends_with_run = False
+    machinery.processes._is_program = False
     ctypes.CDLL(None).prctl(
         1, signal.SIGKILL
     )  # PR_SET_PDEATHSIG: end with the test process, even if that is killed

@@ -347,7 +347,7 @@ def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
 
 
 def test_deterministic_convolutions_do_not_use_tf32(monkeypatch):
-    monkeypatch.setattr(machinery.processes, "_ends_with_run", False)
+    monkeypatch.setattr(machinery.processes, "_is_program", False)
     seen = []
 
     @machinery.processes.leaves_no_trace

@@ -209,7 +209,7 @@ def test_stop_while_a_save_is_under_way_comes_after_its_own_save(number, disk, t
 
 def test_notebook_that_leaves_a_run_by_an_error_has_its_last_save(disk, tmp_path, monkeypatch):
     monkeypatch.setattr(machinery.processes, "at_end", machinery.processes.contextlib.ExitStack())
-    monkeypatch.setattr(machinery.processes, "_ends_with_run", False)  # as in a new notebook
+    monkeypatch.setattr(machinery.processes, "_is_program", False)  # as in a new notebook
 
     @machinery.processes.leaves_no_trace
     def main():

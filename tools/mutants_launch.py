@@ -139,7 +139,7 @@ mutant("launch: ranks of one machine meet at a port", "machinery/launch",
 mutant("launch: signals end the launcher alone", "machinery/launch", "    handle_signals(send)\n",
        "", "test_signal_to_the_launcher_saves_and_ends_with_its_code[ddp-2-10]")
 mutant("restart: an early failure is repeated", "machinery/launch",
-       "again = useful and attempt", "again = attempt", AGAIN)
+       "restart = can_resume and attempt", "restart = attempt", AGAIN)
 mutant("nodes: launchers restart ranks", "machinery/launch",
        "attempt < RESTARTS and args.nnodes == 1", "attempt < RESTARTS", "test_when_the_launcher_restarts[several machines]")
 mutant("nodes: spawned ranks listen at the host's name", "machinery/launch", "            use_interface_to(url.hostname)\n", "",
@@ -322,11 +322,11 @@ mutant("run.sh: tests see the accelerators", "run.sh", '|| export CUDA_VISIBLE_D
        "test_what_proves_the_code_sees_no_accelerator")
 mutant("run.sh: tests marked gpu see no accelerator", "run.sh", '[[ " $* " == *" -m gpu"* ]] || export', "export",
        "test_what_proves_the_code_sees_no_accelerator")
-mutant("launch: a rank that NCCL aborts is blamed", "machinery/launch", "if nnodes > 1 or {*ended} -", "if nnodes > 99 and {*ended} -",
+mutant("launch: a rank that NCCL aborts is blamed", "machinery/launch", "if nnodes > 1 or others:", "if nnodes > 99 and others:",
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("launch: an abort is never the cause", "machinery/launch", "{None, 0, LOST, -signal.SIGABRT}", "{None, 0, -signal.SIGABRT}",
        "test_rank_that_nccl_aborts_is_not_the_cause")
-mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or {*ended} -", "if {*ended} -",
+mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or others:", "if others:",
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("devices: convolutions use TF32", "machinery/processes", "            cudnn.allow_tf32 = False\n", "            pass\n",
        "test_deterministic_convolutions_do_not_use_tf32")
@@ -335,12 +335,12 @@ mutant("traces: TF32 of convolutions stays off", "machinery/processes", 'at_end.
 mutant("end: a late signal kills", "machinery/processes", "        signal.signal(number, signal.SIG_IGN)\n    # A device", "        pass\n    # A device",
        "test_signal_in_pythons_last_clean_up_is_too_late")
 LAST = "test_rank_of_shards_ends_before_the_last_clean_up_of_python"
-mutant("end: Python cleans up after a rank of shards", "machinery/processes", 'if ends and "machinery.sharding" in sys.modules:', "if False:", LAST)
-mutant("end: every rank leaves so", "machinery/processes", 'if ends and "machinery.sharding" in sys.modules:', "if ends:", LAST)
+mutant("end: Python cleans up after a rank of shards", "machinery/processes", 'if codes and "machinery.sharding" in sys.modules:', "if False:", LAST)
+mutant("end: every rank leaves so", "machinery/processes", 'if codes and "machinery.sharding" in sys.modules:', "if codes:", LAST)
 mutant("end: what was registered earlier is left out", "machinery/processes", "        logging.shutdown()\n", "", LAST)
 mutant("devices: newer names of the precision", "machinery/processes", "with contextlib.suppress(RuntimeError):", "with contextlib.suppress(KeyError):", "test_caller_may_have_chosen_the_precision_by_newer_names")
 mutant("save: an error that the caller handles is shown", "common", "not in (None, handled):", "is not None:", "test_refused_write_is_not_explained_by_an_older_error")
 mutant("average: another number of buffers", "common", "zip(self.averaged, *both, strict=True)", "zip(self.averaged, *both)", "test_network_that_grows_a_buffer_is_not_averaged")
-mutant("end: a rank that was stopped is cleaned up", "machinery/processes", "    ends.append(code)\n    return code\n\n\ndef fail", "    return code\n\n\ndef fail", LAST)
+mutant("end: a rank that was stopped is cleaned up", "machinery/processes", "    codes.append(code)\n    return code\n\n\ndef fail", "    return code\n\n\ndef fail", LAST)
 mutant("end: a killed worker is no cause", "machinery/processes", '"rebuild_storage_fd" in calls', "False",
        "test_batch_of_a_killed_worker_tells_of_the_worker")

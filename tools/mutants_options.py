@@ -176,12 +176,12 @@ mutant("check: the collector copies what the child shares", "machinery/check", "
 LAST_LACKS = "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]"
 mutant("check: names of metrics are not compared", "machinery/check", "val_set, indices, on_cpu, meter)",
        "val_set, [*indices], on_cpu, common.Meter(meter.device))", LAST_LACKS)
-mutant("check: the start of the evaluation set alone", "machinery/check", "for indices in first, [*range(n - last, n)]:",
-       "for indices in (first,):", LAST_LACKS)
+mutant("check: the start of the evaluation set alone", "machinery/check", "for indices in few, [*range(n - last, n)]:",
+       "for indices in (few,):", LAST_LACKS)
 mutant("check: the last batch is as large as the others", "machinery/check", "min(2, n % batch_size or batch_size)", "min(2, batch_size)", LAST_LACKS)
 mutant("check: one sample", "machinery/check", "range(min(2, args.batch_size))", "range(1)", f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
 mutant("check: training samples are not looked at", "machinery/check",
-       "    check_samples(args, task, net, train_set, first, on_cpu, meter)\n", "",
+       "    check_samples(args, task, net, train_set, few, on_cpu, meter)\n", "",
        f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
 mutant("check: the model is always in training mode", "machinery/check", "    net.eval()\n", "", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
 mutant("check: a mean is a loss", "machinery/check", "        common.Meter(meter.device).add(loss=losses)\n", "",

@@ -242,11 +242,11 @@ mutant("resume: another training set not noticed", "machinery/files", "if before
        "if False:", "test_checkpoint_of_other_data_or_another_model_is_refused")
 mutant("log: a foreign line ends the run", "machinery/files", "except (ValueError, KeyError, TypeError):", "except ValueError:",
        "test_line_of_another_program_in_the_log_is_cut_off")
-mutant("restart: begins anew", "machinery/files", 'args.resume == "auto" or again:',
+mutant("restart: begins anew", "machinery/files", 'args.resume == "auto" or restarted:',
        'args.resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
-mutant("restart: from --resume FILE again", "machinery/files", 'args.resume == "auto" or again:',
-       'args.resume == "auto" or (again and not args.resume):', "test_restarted_process_goes_on_or_begins_anew")
-mutant("restart: in another directory than the first attempt", "machinery/files", "if again and not args.output_dir and", "if False and",
+mutant("restart: from --resume FILE again", "machinery/files", 'args.resume == "auto" or restarted:',
+       'args.resume == "auto" or (restarted and not args.resume):', "test_restarted_process_goes_on_or_begins_anew")
+mutant("restart: in another directory than the first attempt", "machinery/files", "if restarted and not args.output_dir and", "if False and",
        "test_restarted_process_goes_on_or_begins_anew")
 mutant("eval-only: of nothing", "machinery/files", "refuse(nothing,", "refuse(False,",
        "test_eval_only_evaluates_what_was_trained_or_says_why_not")
@@ -326,7 +326,7 @@ mutant("folder: without the model", "machinery/files",
        "test_folder_of_a_run_without_a_name")
 mutant("resume: a checkpoint that does not fit takes the place of last.pt", "machinery/run",
        "                state.restore(checkpoint)\n",
-       "                self._on_rank0(lambda: self.files.go_on())\n                state.restore(checkpoint)\n",
+       "                self._on_rank0(lambda: self.files.drop_later())\n                state.restore(checkpoint)\n",
        "test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were")
 mutant("load: parts may be missing", "common", "if missing :=", "if missing := \"\" and", "test_checkpoint_lacks_nothing")
 mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0 and not args.eval_only", "attempt() > 0",
@@ -411,7 +411,7 @@ mutant("fsdp: a norm is sharded", "machinery/tasks", "or all(p.dim() < 2 for p i
 mutant("fsdp: small modules too", "machinery/tasks", "256 * size < total or", "", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
 mutant("fsdp: fp16", "machinery/options", 'refuse(args.amp == "fp16", ', "refuse(False, ", "test_what_torch_cannot_shard_is_refused")
-mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % groups != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
+mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % size != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
 
 # What accelerators would meet
 mutant("resume: strides of the checkpoint", "machinery/state", "torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)", "saved",
