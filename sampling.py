@@ -1,8 +1,8 @@
 """Which samples a rank gets, in which order, and how they are augmented.
 
-A sampler names the samples of a batch. KeyedDataset sets `epoch_key`, from which the random numbers
-of each sample are made, and fetches them. All of it is a pure function of the seed: no mode, world
-size or interruption matters. This file imports common.py alone, so that you can copy the two.
+A sampler names the samples of a batch. KeyedDataset fetches them; it first sets `epoch_key`, from
+which their random numbers are made. All of it is a pure function of the seed: no mode, world size
+or interruption matters. This file imports common.py alone, so that you can copy the two.
 """
 
 from __future__ import annotations

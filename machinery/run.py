@@ -29,7 +29,7 @@ class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # of each signal its place in SIGNALS, from 1: later wins
+        self.received: list[int] = []  # the places in SIGNALS, from 1: the highest wins
         self.pending = None
         received = self.received
 

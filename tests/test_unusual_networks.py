@@ -85,6 +85,7 @@ def test_shards_of_parts_that_are_read_without_a_call(n, tmp_path):
     ("mode", "options", "message"),
     [
         ("single", "unreadable", "get_extra_state of the model: UnpicklingError"),
+        ("single", "silent", "get_extra_state of the model, line "),
         ("ddp", "norm --sync-bn", "--sync-bn would drop the code of OwnNorm; leave it out"),
         ("fsdp", "scalar", "build_model: fsdp cannot cut between.scale; give it the shape"),
         (

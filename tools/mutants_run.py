@@ -76,7 +76,7 @@ mutant("nodes: orders of evaluation sets are not compared", "machinery/check",
 mutant("nodes: code is not compared", "machinery/check", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
 mutant("nodes: only one rank finds the difference", "machinery/check", 'raise error_on_all(f"{name} is',
-       'if get_rank() > 0:\n                return\n            raise error_on_all(f"{name} is',
+       'if dist.get_rank() > 0:\n                return\n            raise error_on_all(f"{name} is',
        f"{TOLD}[seed]")
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
@@ -325,8 +325,8 @@ mutant("folder: without the model", "machinery/files",
        'f"{args.dataset}" if args',
        "test_folder_of_a_run_without_a_name")
 mutant("resume: a checkpoint that does not fit takes the place of last.pt", "machinery/run",
-       "                state.restore(checkpoint)\n",
-       "                self._on_rank0(lambda: self.files.drop_later())\n                state.restore(checkpoint)\n",
+       "            state.restore(checkpoint)\n",
+       "            self._on_rank0(lambda: self.files.drop_later())\n            state.restore(checkpoint)\n",
        "test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were")
 mutant("load: parts may be missing", "common", "if missing :=", "if missing := \"\" and", "test_checkpoint_lacks_nothing")
 mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0 and not args.eval_only", "attempt() > 0",
@@ -369,7 +369,7 @@ END = "test_end_says_what_is_best_and_how_to_go_on"
 mutant("end: nothing is said", "machinery/run", "if self.files and state.epoch == args.epochs and state.best is not None:", "if False:", END)
 mutant("end: said without a best", "machinery/run", "state.epoch == args.epochs and state.best is not None:", "state.epoch == args.epochs:", END)
 mutant("end: said after each epoch", "machinery/run", "if self.files and state.epoch == args.epochs and", "if self.files and", END)
-mutant("end: another score", "machinery/run", 'f"best {name} {self.state.best:.6f}, in', 'f"best {name} {-self.state.best:.6f}, in', END)
+mutant("end: another score", "machinery/run", '            self._print_best(name)\n', '            state.best = metrics[name]\n            self._print_best(name)\n', END)
 mutant("end: the epoch of best.pt is forgotten at a resume", "machinery/files", '                    self.best_epoch = found["epoch"]\n', "", END)
 mutant("end: the last epoch", "machinery/files", 'if "best.pt" in names:', "if names:", END)
 mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ', 'str(f"to go on: ',
