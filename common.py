@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Before any process group: imported later, its default arguments would keep that group for ever.
+# Imported before a process group exists: its default arguments would keep that group for ever.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -254,7 +254,7 @@ def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
     A model may hold such values by design, such as an infinite mask. `before` has the same shape;
     without it, every NaN and every infinity counts.
     """
-    # If the sum is finite, so is every term; to ask it is ten times as fast as to ask all.
+    # If the sum is finite, so is every term. A sum is ten times as fast as a test of each term.
     if not value.is_floating_point() or value.sum().isfinite() or value.isfinite().all():
         return False
     if before is None:
@@ -556,9 +556,9 @@ class WeightAverage(AveragedModel):
         # GPU it would divide by the copy in float32, whatever the type of the parameters is.
         n = int(self.n_averaged)
         share = 1 - self.decay if self.kind == "ema" and n else 1 / (n + 1)  # of the new values
-        both = ([*module.parameters(), *module.buffers()] for module in (self.module, net))
+        averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
         groups: dict[Any, list] = {}
-        for averaged, mine, new in zip(self.averaged, *both, strict=True):
+        for averaged, mine, new in zip(self.averaged, averages, values, strict=True):
             groups.setdefault((averaged, type(mine)), []).append((mine, new))
         for (averaged, _), pairs in groups.items():  # sharded tensors by themselves
             mine, new = zip(*pairs)
@@ -567,10 +567,8 @@ class WeightAverage(AveragedModel):
             else:
                 torch._foreach_copy_(mine, new)
         self.n_averaged += 1
-        averages, parameters = list(self.module.parameters()), list(net.parameters())
         for i in self.infinite:  # by design: the mean of two infinities would be NaN
-            finite = parameters[i].isfinite()
-            averages[i].copy_(torch.where(finite, averages[i], parameters[i]))
+            averages[i].copy_(torch.where(values[i].isfinite(), averages[i], values[i]))
         for name in self.extra:
             state = net.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
@@ -723,9 +721,9 @@ class Meter:
 
     def restore(self, sums: dict[str, list[float]]) -> None:
         """Go on from what `sums_of_ranks` returned; at another world size rank 0 takes all."""
-        others = get_world_size() - 1
-        if len(sums["count"]) != others + 1:
-            sums = {name: [sum(of)] + [0.0] * others for name, of in sums.items()}
+        ranks = get_world_size()
+        if len(sums["count"]) != ranks:
+            sums = {name: [sum(of)] + [0.0] * (ranks - 1) for name, of in sums.items()}
         share = {name: of[get_rank()] for name, of in sums.items()}
         self.count = int(share.pop("count"))
         tensor = {"device": self.device, "dtype": self.dtype}

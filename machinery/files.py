@@ -162,7 +162,7 @@ class RunFiles:
         self.log.truncate(self._bytes_before(checkpoint))
 
     def _find_best(self, path: Path, best: float) -> bool:
-        """Return whether best.pt has the score `best`; if that beside `path` has it, copy it first.
+        """Return whether best.pt has the score `best`, or the file beside `path`, which is copied.
 
         If --resume names an earlier checkpoint, best.pt may belong to a later epoch.
         """

@@ -181,7 +181,7 @@ def run_main(main: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
     try:
         code = main()
-        if code is None:  # torch's @record makes it of a task's sys.exit(0)
+        if code is None:  # torch's @record returns it after a task's sys.exit(0)
             raise RuntimeError("the run was left before its end, without an error")
         codes.append(code)
         return code

@@ -127,7 +127,7 @@ mutant("load: format not looked at", "common", 'or checkpoint.get("format") != F
        "test_checkpoint_of_another_format_is_refused")
 SHARE = "of[get_rank()] for name, of in sums.items()"
 mutant("resume: sums of all ranks restored on every rank", "common", SHARE, "sum(of) for name, of in sums.items()", f"{BITWISE}[ddp-2-9]")
-mutant("resume: sums of the ranks put together", "common", 'if len(sums["count"]) != others + 1:', "if True:",
+mutant("resume: sums of the ranks put together", "common", 'if len(sums["count"]) != ranks:', "if True:",
        "test_sums_of_ranks_go_back_to_the_ranks")
 mutant("swa: from the first epoch", "common", "self.n_averaged < due", "self.n_averaged < epoch + 1",
        "test_ema_and_swa_are_what_they_say")
@@ -224,7 +224,7 @@ mutant("cyclic: one cycle ends after the run", "common",
 mutant("average: infinite parameters become NaN", "common", "for i in self.infinite:", "for i in ():",
        "test_average_of_parameters_that_are_infinite_by_design[ema]")
 mutant("average: a parameter with an infinity is a copy", "common",
-       "torch.where(finite, averages[i], parameters[i])", "parameters[i]",
+       "torch.where(values[i].isfinite(), averages[i], values[i])", "values[i]",
        "test_average_of_parameters_that_are_infinite_by_design[swa]")
 mutant("save: only last.pt is durable", "common", "            os.fsync(file.fileno())  # the data",
        '            path.name != "last.pt" or os.fsync(file.fileno())  # the data', ORDERED)
@@ -298,8 +298,8 @@ mutant("weights: extra ones not named", "common",
        "if extra := []:",
        "test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named")
 mutant("meter: sums of another world to rank 1", "common",
-       "[sum(of)] + [0.0] * others",
-       "[0.0] * others + [sum(of) * (others > 0)]",
+       "[sum(of)] + [0.0] * (ranks - 1)",
+       "[0.0] * (ranks - 1) + [sum(of) * (ranks > 1)]",
        "test_sums_of_ranks_go_back_to_the_ranks", "test_meter_goes_on_from_its_sums")
 mutant("drift: the smallest number has no negative", "common", "torch.cat([sums, ~sums])", "torch.cat([sums, 1 - sums])", DRIFTED)
 mutant("drift: minus zero is overlooked", "common", "torch.cat([sums, ~sums])  # ~ and not -, which would overflow at the smallest number\n    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)  # the largest, and in reverse order the smallest\n    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()",

@@ -340,7 +340,7 @@ mutant("end: every rank leaves so", "machinery/processes", 'if codes and "machin
 mutant("end: what was registered earlier is left out", "machinery/processes", "        logging.shutdown()\n", "", LAST)
 mutant("devices: newer names of the precision", "machinery/processes", "with contextlib.suppress(RuntimeError):", "with contextlib.suppress(KeyError):", "test_caller_may_have_chosen_the_precision_by_newer_names")
 mutant("save: an error that the caller handles is shown", "common", "not in (None, handled):", "is not None:", "test_refused_write_is_not_explained_by_an_older_error")
-mutant("average: another number of buffers", "common", "zip(self.averaged, *both, strict=True)", "zip(self.averaged, *both)", "test_network_that_grows_a_buffer_is_not_averaged")
+mutant("average: another number of buffers", "common", "zip(self.averaged, averages, values, strict=True)", "zip(self.averaged, averages, values)", "test_network_that_grows_a_buffer_is_not_averaged")
 mutant("end: a rank that was stopped is cleaned up", "machinery/processes", "    codes.append(code)\n    return code\n\n\ndef fail", "    return code\n\n\ndef fail", LAST)
 mutant("end: a killed worker is no cause", "machinery/processes", '"rebuild_storage_fd" in calls', "False",
        "test_batch_of_a_killed_worker_tells_of_the_worker")
