@@ -177,7 +177,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def split_batch(batch: Any, pieces: int) -> list[Any]:
-    """Cut a rank's batch into micro-batches along the first dimension, larger ones first."""
+    """Cut a rank's batch into its parts of the micro-batches, along the first dimension."""
     return [tree_map(lambda t, i=i: t.tensor_split(pieces)[i], batch) for i in range(pieces)]
 
 
@@ -355,7 +355,7 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
 # It returns the learning rate divided by its peak, at a global step from `start`, the end of the
 # warm-up, to `end`, the end of the run. `low` is --final-lr: the last rate divided by the peak.
 # If the function reads `marks`, which is --step-epochs in steps, name it in USE_MARKS too; `low`
-# is then --step-gamma. If it repeats itself, name it in CYCLES, which SWA reads.
+# is then --step-gamma. If it also repeats itself, name it in CYCLES instead, which SWA reads.
 
 
 def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
@@ -429,7 +429,7 @@ def build_scheduler(
 
 
 class StepGuard:
-    """Skips a step whose gradient holds a NaN or an infinity, at every precision, and counts it.
+    """Skips a step if the norm of its gradient is NaN or infinite, at every precision; counts it.
 
     Call it like torch's GradScaler, which is at work inside with --amp fp16 alone. The check comes
     after the all-reduce, so all ranks skip the same steps. A skipped step changes no BatchNorm
@@ -478,8 +478,8 @@ class StepGuard:
         in_a_row = (self.in_a_row + self.bad) * self.bad  # 0 after a good step
         # At 10 the count stays: the loop reads it only at log lines and saves.
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
-        for buffers, kept in zip(self.statistics, self.kept):
-            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)  # new ones, unless bad
+        for buffers, kept in zip(self.statistics, self.kept):  # kept: after the last good step
+            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)
             torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
         self.grad_scaler.update()
 
@@ -530,11 +530,11 @@ class WeightAverage(AveragedModel):
     def __init__(self, kind: str, net: nn.Module, epochs: list[int], decay: float = 0.99) -> None:
         super().__init__(net)
         self.kind, self.epochs, self.decay = kind, epochs, decay
-        averaged = {id(p) for p in self.parameters() if p.is_floating_point() or p.is_complex()}
+        ids = {id(p) for p in self.parameters() if p.is_floating_point() or p.is_complex()}
         for norm in batch_norms(self.module) if kind == "ema" else ():
-            averaged |= {id(norm.running_mean), id(norm.running_var)}
+            ids |= {id(norm.running_mean), id(norm.running_var)}
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        self.averaged = [id(value) in averaged for value in tensors]
+        self.is_averaged = [id(value) in ids for value in tensors]  # the others are copied
         parameters = enumerate(self.module.parameters())
         self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
         modules, default = self.module.named_modules(), nn.Module.get_extra_state
@@ -558,7 +558,7 @@ class WeightAverage(AveragedModel):
         share = 1 - self.decay if self.kind == "ema" and n else 1 / (n + 1)  # of the new values
         averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
         groups: dict[Any, list] = {}
-        for averaged, mine, new in zip(self.averaged, averages, values, strict=True):
+        for averaged, mine, new in zip(self.is_averaged, averages, values, strict=True):
             groups.setdefault((averaged, type(mine)), []).append((mine, new))
         for (averaged, _), pairs in groups.items():  # sharded tensors by themselves
             mine, new = zip(*pairs)
@@ -755,7 +755,7 @@ def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
 def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     """Write files that are always whole: after a crash, a kill or a full disk the old ones stay.
 
-    The others are copies of the first, and appear after it, in this order.
+    All files have the same content. They appear in the order of `paths`.
     """
     temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
     handled = sys.exc_info()[1]  # an error that the caller is handling is no cause of ours
@@ -764,7 +764,7 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
             if path is paths[0]:
                 with open(temporary, "wb") as file:
                     torch.save(checkpoint, file)
-            else:
+            else:  # a copy is faster
                 shutil.copyfile(temporaries[0], temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())  # the data must be on the disk before a name points to it

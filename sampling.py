@@ -1,8 +1,9 @@
-"""Which samples a rank gets, in which order, and how they are augmented.
+"""Which samples a step has, which of them a rank gets, and how they are augmented.
 
 A sampler names the samples of a batch. KeyedDataset fetches them; it first sets `epoch_key`, from
-which their random numbers are made. All of it is a pure function of the seed: no mode, world size
-or interruption matters. This file imports common.py alone, so that you can copy the two.
+which their random numbers are made. The samples of a step and their augmentation are a function
+of the seed alone: the world size only decides which rank gets which of them, and an interruption
+changes nothing. This file imports common.py alone, so that you can copy the two.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class GlobalBatchSampler(Sampler):
             classes = class_numbers(dataset)
             self.by_class = classes.argsort(kind="stable")
             self.sizes = np.bincount(classes).astype(np.uint64)
+            self.starts = self.sizes.cumsum() - self.sizes  # of each class in by_class
 
     def set_position(self, epoch: int, step: int) -> None:
         self.epoch, self.steps = epoch, range(step, self.steps_per_epoch)
@@ -90,7 +92,7 @@ class GlobalBatchSampler(Sampler):
             return permuted(positions, self.length, order_key)
         drawn = splitmix64(order_key, positions.astype(np.uint64), 0) % len(self.sizes)
         member = splitmix64(order_key, positions.astype(np.uint64), 1) % self.sizes[drawn]
-        return self.by_class[self.sizes.cumsum()[drawn] - 1 - member]  # back from the class's end
+        return self.by_class[self.starts[drawn] + member]
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:
@@ -114,9 +116,10 @@ def class_numbers(dataset: Dataset) -> np.ndarray:
 class ShardSampler(Sampler):
     """The evaluation set in batches, of which this rank takes every world_size-th.
 
-    Yields (0, indices): as in epoch 0, so a sample draws the same in each evaluation. All ranks
-    together see every sample exactly once: nothing is padded. The batches are the same at every
-    world size. A batch has at most an eighth of the set, so that up to eight ranks have work.
+    A batch has at most `batch_size` samples, and at most an eighth of the set, rounded up, so that
+    several ranks have work. The batches are the same at every world size. All ranks together see
+    every sample exactly once: nothing is padded. Yields (0, indices): as in epoch 0, so a sample
+    draws the same in each evaluation.
     """
 
     def __init__(self, length: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
@@ -156,8 +159,8 @@ class KeyedDataset(Dataset):
     place.
     """
 
-    # A hash of (seed, epoch) of the batch that this process is fetching. It belongs to the class:
-    # the data set, which reads it by sample_key and keyed_uniform, may lie behind any wrapper.
+    # A hash of (seed, epoch) of the batch that this process is fetching. There is one for each
+    # process: a data set behind Subset, or another wrapper, would not find it on an object.
     epoch_key = 0
 
     def __init__(self, dataset: Dataset, seed: int, skip_corrupt: bool = False) -> None:
@@ -214,7 +217,8 @@ def build_loader(
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
-        steps, sampler.steps = sampler.steps, ()  # an iteration without a batch starts them
+        steps = sampler.steps
+        sampler.steps = ()  # an iteration without a batch starts the workers, and no more
         processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.14
         sampler.steps = steps
         # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.

@@ -11,16 +11,18 @@ per_sample_loss(outputs, targets)        Tensor [n], differentiable. Keyword-onl
                                          the option that they name: see label_smoothing below
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
-                                         A list of n values goes to dataset_metrics instead
+                                         A list of n values is not averaged: it is collected
+                                         for dataset_metrics
 
 Loss and metrics are per sample: their sums are exact, however a batch is cut. A loss that compares
 the samples of a batch would depend on the cut. A task may also have:
 
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
-dataset_metrics(outputs)                 {name: float}: no means over samples, as AP. `outputs` has
-                                         the lists of per_sample_metrics, one value per sample of
-                                         the whole evaluation set, in its order; on rank 0's CPU
+dataset_metrics(outputs)                 {name: float}: metrics that are no mean over samples, as
+                                         AP. `outputs` has the lists of per_sample_metrics, a value
+                                         per sample of the evaluation set, in its order; on rank 0's
+                                         CPU
 train_metrics(outputs, targets)          the metrics of the training log; without this function
                                          the log has the loss alone, and no step computes more
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
@@ -33,6 +35,7 @@ import contextlib
 import difflib
 import fcntl
 import functools
+import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -227,7 +230,8 @@ class ImageFiles(WholeBatches):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         # One call for many small images saves a quarter; many photographs would fill the memory.
-        step, images = 16 if self.small else 1, []
+        step = 16 if self.small else 1
+        images = []
         for start in range(0, len(indices), step):
             group = indices[start : start + step]
             for index, image in zip(group, read_images(self.paths[group].tolist())):
@@ -272,7 +276,7 @@ def read_images(paths: list[bytes]) -> list[Tensor]:
 
 
 class DigitNet(nn.Module):
-    """Three convolutions for 8x8 digits, [n, 1, H, W] -> [n, classes].
+    """Three convolutions for 8x8 digits, [n, channels, H, W] -> [n, classes].
 
     Without BatchNorm and dropout its numbers do not depend on how a batch is cut.
     """
@@ -290,7 +294,8 @@ class DigitNet(nn.Module):
         # adaptive_max_pool2d to 2 x 2, written out: --deterministic refuses its backward on CUDA.
         sides = [max(2, side) for side in features.shape[-2:]]
         features = features.expand(-1, -1, *sides)  # a side of 1, of an input of 2 or 3, is doubled
-        features = F.max_pool2d(features, [-(-n // 2) for n in sides], [n // 2 for n in sides])
+        kernel, stride = [math.ceil(n / 2) for n in sides], [n // 2 for n in sides]
+        features = F.max_pool2d(features, kernel, stride)
         return self.head(features.flatten(1))
 
 
@@ -343,7 +348,8 @@ def build_model(args: Namespace) -> nn.Module:
             print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
     dtype = getattr(torch, args.dtype)
     if args.compile:
-        torch.compiler.assume_constant_result(per_channel)  # else each step makes them anew
+        # Else the first step would compile how the constants are made, and the second step anew.
+        torch.compiler.assume_constant_result(per_channel)
     # A hook, not a layer: parameters keep plain names, and a state dict has no mean and deviation.
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line

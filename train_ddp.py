@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
-    schedule = schedule_of(args)  # options of the learning rate, as plain values
+    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)

@@ -27,7 +27,7 @@ def train_one_epoch(
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):
-                values = model(inputs, targets)  # each replica computes those of its piece
+                values = model(inputs, targets)  # {"loss": [n], metric: [n]}, of all replicas
             loss = values["loss"].sum() / args.batch_size
             state.scaler.scale(loss).backward()
             run.meter.add(**values)
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
-    schedule = schedule_of(args)  # options of the learning rate, as plain values
+    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr, args.replicas)
     average = common.build_average(args.average, net, args.swa_start, **schedule)
@@ -86,14 +86,14 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = WithLoss(net, task, device, args.amp)
-    model = data_parallel(model, args.replicas, device)  # copies the model in every step
+    model = WithLoss(net, task, device, args.amp)  # each replica computes its own losses
+    model = data_parallel(model, args.replicas, device)  # copies the model in every forward
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)

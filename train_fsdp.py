@@ -29,7 +29,7 @@ def train_one_epoch(
     common.train_mode(model)
     for batch in run.batches(loader):  # on the device; begins at this epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
-            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter once
+            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # one reduce-scatter a step
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
@@ -62,7 +62,7 @@ def evaluate(
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
             meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
-    join_forwards(model, loader, device, args.amp)  # a forward needs the shards of all ranks
+    join_forwards(model, loader, device, args.amp)  # a rank may have one batch less
     return meter.mean(task.dataset_metrics)
 
 
@@ -88,13 +88,13 @@ def main(argv: list[str] | None = None) -> int:
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
-    schedule = schedule_of(args)  # options of the learning rate, as plain values
+    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     average = common.build_average(args.average, net, args.swa_start, **schedule)
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
-    # From here on a rank keeps its part of each parameter. A module collects the whole of its own
-    # for its forward and its backward. The optimizer comes later: it must see the parts.
-    for network in [net, *average.children()]:
+    # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
+    # module gathers its whole parameters. The optimizer comes later: it must hold the shards.
+    for network in [net, *average.children()]:  # the average too, if there is one
         shard(network, task.shard_modules(network), mesh)
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
-    schedule = schedule_of(args)  # options of the learning rate, as plain values
+    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     average = common.build_average(args.average, net, args.swa_start, **schedule)
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net
+    model = net  # train_ddp.py wraps it here
     if args.compile:
         model.compile()
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         train_one_epoch(args, task, model, train_loader, state, run)
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)

@@ -67,6 +67,7 @@ def evaluate(
 
 
 def worker(local_rank: int, args: Namespace, init_method: str) -> int:
+    """Be one rank, as main of train_ddp.py is."""
     rank = args.node_rank * args.nproc + local_rank
     world_size = args.nnodes * args.nproc
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
@@ -86,7 +87,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(backend(device), init_method, timeout(args.timeout), world_size, rank)
-    schedule = schedule_of(args)  # options of the learning rate, as plain values
+    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
@@ -110,7 +111,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # the bare network, or its average
+        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
@@ -124,10 +125,10 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
 @leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("spawn", argv)
-    with workers_meet_at(args) as init_method:
+    with workers_meet_at(args) as init_method:  # a new file, or --dist-url
         arguments = (worker, args, init_method)
-        context = mp.spawn(run_worker, arguments, nprocs=args.nproc, join=False)
-        return wait_for_workers(context, args.nnodes)
+        context = mp.spawn(run_worker, arguments, nprocs=args.nproc, join=False)  # calls worker
+        return wait_for_workers(context, args.nnodes)  # hands signals on
 
 
 if __name__ == "__main__":

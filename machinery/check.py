@@ -36,12 +36,13 @@ def check_run(
 ) -> None:
     """Raise UsageError if the data sets, the model, the task or the checkpoint is wrong.
 
-    `net` is on the CPU. A forked child looks, so that nothing of it is left here: no random number
-    drawn, no state of the task, no thread.
+    `net` is on the CPU. A forked child calls `check`, so that nothing of it is left here: no random
+    number drawn, no state of the task, no thread.
     """
-    launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()  # srun sets neither
+    # Of run.sh or torchrun, which end all ranks when the first one fails. Under srun each looks.
+    launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if launched and os.environ.get("LOCAL_RANK", "0") != "0":
-        return  # the first rank of this machine looks; the launcher ends the others with it
+        return
     on_cpu = resolve_device_type(args.device) == "cpu"  # a forked child cannot ask
     given = (torch.get_device_module(), args, task, train_set, val_set, net, on_cpu)
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), become_child, given) as pool:
@@ -54,7 +55,7 @@ def check_run(
 
 
 def become_child(accelerator: Any, *given: Any) -> None:
-    """Keep what the fork has brought along: none of it is copied through a pipe."""
+    """Keep what the fork has brought along, for check_given: a pipe would copy it."""
     global _given
     leave_signals_to_parent()
     # A fork cannot use the accelerator. torch's Adam would ask it before a step.
@@ -91,12 +92,12 @@ def check(
 
     tensors = names_of_tensors(args, net)
     common.train_mode(net)
-    meter = common.Meter(torch.device("cpu"))  # it minds the names of the metrics
-    few = [*range(min(2, args.batch_size))]  # no larger than a batch of the run
+    meter = common.Meter(torch.device("cpu"))  # raises if the metrics' names differ
+    few = [*range(min(2, args.batch_size))]  # two samples, or one if a batch holds only one
     check_samples(args, task, net, train_set, few, on_cpu, meter)
     net.eval()
     n, few = len(val_set), [*range(min(2, batch_size))]
-    last = min(2, n % batch_size or batch_size)  # samples of the last batch
+    last = min(2, n % batch_size or batch_size)  # the last batch may hold only one too
     for indices in few, [*range(n - last, n)]:
         check_samples(args, task, net, val_set, indices, on_cpu, meter)
 
@@ -214,18 +215,18 @@ def check_agreement(
     root = Path(__file__).resolve().parent.parent
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py")), Path(args.task)]
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    own = keys(PER_NODE)
-    given = {name: value for name, value in declared(args).items() if name not in own}
-    mine = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    mine |= {"the number of training samples": train_length}
+    per_node = keys(PER_NODE)
+    given = {name: v for name, v in declared(args).items() if name not in per_node}
+    equal = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    equal |= {"the number of training samples": train_length}
     n = len(val_set)
-    mine |= {"the number of evaluation samples": n}
+    equal |= {"the number of evaluation samples": n}
     # Ranks that list files or classes in another order would train on other data.
     some = digest(fetch(args, val_set, [*range(0, n, math.ceil(n / 8))]))
-    mine |= {"the hash of some evaluation samples": some}
-    mine |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
+    equal |= {"the hash of some evaluation samples": some}
+    equal |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, equal)
     for name, (rank, theirs) in itertools.product(ranks[0], enumerate(ranks)):
         first, other = ranks[0][name], theirs.get(name, "unknown")
         if first != other:

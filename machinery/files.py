@@ -26,7 +26,7 @@ from machinery.processes import WRITER, at_end, attempt
 
 
 def output_directory(args: Namespace) -> Path:
-    """Return --output-dir, or a new name, which stays the same when torchrun restarts the ranks."""
+    """Return --output-dir, or a new name; a launcher's run id keeps it the same in a restart."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run_id == "none":
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -37,8 +37,9 @@ def output_directory(args: Namespace) -> Path:
 def find_checkpoint(args: Namespace, samples: int) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
 
-    `samples` is the length of the training set. Raises UsageError if the file is damaged, or
-    belongs to another run.
+    It is the file that --resume names. With --resume auto, and after a restart, it is last.pt of
+    the directory, if there is one. `samples` is the length of the training set. Raises UsageError
+    if the file is damaged, or belongs to another run.
     """
     directory = output_directory(args)
     restarted = attempt() > 0 and not args.eval_only  # a launcher has started the ranks again
@@ -96,14 +97,14 @@ def check_average(args: Namespace, checkpoint: dict[str, Any], path: Path) -> No
     done = checkpoint["epoch"] + (checkpoint["step"] == checkpoint["samples"] // args.batch_size)
     found = int(checkpoint["average"]["n_averaged"])
 
-    def averaged(epochs: int) -> list[int]:
+    def due(epochs: int) -> list[int]:  # what a run of so many epochs has averaged by now
         schedule = vars(args) | {"epochs": epochs}
         return [epoch for epoch in swa_epochs(**schedule) if epoch <= done]
 
-    wanted = averaged(args.epochs)
+    wanted = due(args.epochs)
     if len(wanted) in (0, found):  # none is due yet, or the file holds just these
         return
-    enough = next(epochs for epochs in itertools.count(args.epochs) if not averaged(epochs))
+    enough = next(epochs for epochs in itertools.count(args.epochs) if not due(epochs))
     begins = f"--average swa would begin in epoch {wanted[0]}"
     holds = f"{path} holds the average of {found} of {done} epochs"
     before = checkpoint["config"].get("epochs")
@@ -118,7 +119,7 @@ class RunFiles:
     """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
 
     `checkpoint` is the one of --resume, or None. `built` is the state of the network as it was
-    built: a NaN or an infinity in it is meant. Raises UsageError if the run cannot go on.
+    built: a NaN or an infinity in it is intended. Raises UsageError if the run cannot go on.
     """
 
     def __init__(self, args: Namespace, samples: int, built: dict[str, Any]) -> None:
@@ -134,7 +135,8 @@ class RunFiles:
         only_reads = args.eval_only and any(directory.glob("*.pt"))
         name = os.devnull if only_reads else directory / "metrics.jsonl"
         self.log = open(name, "a+", errors="replace")  # noqa: SIM115
-        log = weakref.ref(self.log)  # an exception that a notebook keeps would keep it open, locked
+        # A notebook may keep an exception, and with it this object: the file must be closed anyway.
+        log = weakref.ref(self.log)
         at_end.callback(lambda: log() and log().close())
         try:
             if not only_reads:
@@ -154,8 +156,8 @@ class RunFiles:
             self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
         print(f"output directory: {self.directory}", flush=True)
 
-    def drop_later(self) -> None:
-        """Remove what is later than the checkpoint: the run will make it again."""
+    def rewind(self) -> None:
+        """Go back to the checkpoint: last.pt becomes it, and the log loses its later lines."""
         last, checkpoint = self.directory / "last.pt", self.checkpoint
         if checkpoint and self.path.resolve() != last.resolve():  # last.pt may also be damaged
             save_checkpoint(checkpoint, last)

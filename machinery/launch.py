@@ -1,8 +1,7 @@
 """Start the ranks of a run on this machine, hand signals on to them, and return one exit code.
 
-`bash run.sh ddp N [options]` runs this file, and fsdp N too: it checks the options and then starts
-the script N times, with the variables that torchrun sets. train_spawn.py uses the helpers in the
-middle.
+`bash run.sh ddp|fsdp N [options]` runs this file: it checks the options and then starts the script
+N times, with the variables that torchrun sets. train_spawn.py uses the helpers under its name.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # it was machinery, which would hide a task's neighbour options.py
+    sys.path[0] = str(ROOT)  # it was machinery/: a task's `import options` would find ours
 
 import torch.multiprocessing as mp
 
@@ -77,10 +76,12 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
 def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple[int, str]:
     """Return the exit code of the run, and the cause of a failure if no rank has told it.
 
-    `ended` has the exit code of each rank; None: it had to be killed.
+    `ended` has the exit code of each rank; None: it had to be killed. The first of these decides:
+    a code that a rank chose on purpose; a kill by a signal; a failure on another node; a lost rank;
+    any other code.
     """
-    others = {*ended} - {None, 0, LOST, -signal.SIGABRT}
-    if nnodes > 1 or others:  # NCCL aborts a rank that lost another one, which knows the cause
+    knows_cause = {*ended} - {None, 0, LOST, -signal.SIGABRT}
+    if nnodes > 1 or knows_cause:  # NCCL aborts a rank that lost another one: it is a lost rank
         ended = [LOST if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:
@@ -200,7 +201,7 @@ def main() -> int:
             processes = start(script, argv, devices, args, attempt)
             code, cause = wait_for(processes, args.nnodes, received)
             written = last.exists() and last.stat().st_mtime_ns != before
-            # Without a checkpoint of this run the same would happen again.
+            # There must be a checkpoint of this run; without one the same would happen again.
             can_resume = written or (before and args.resume == "auto")
             restart = can_resume and attempt < RESTARTS and args.nnodes == 1
             if code != 1 or received or not restart:

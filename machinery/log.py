@@ -40,7 +40,7 @@ class Log:
         self.meter = common.Meter(device)
         self.bar: tqdm | None = None
         self.files: RunFiles | None = None  # stays None on all ranks but 0
-        # Of the training line to come: when it began, and the seconds of waiting for batches.
+        # For the next training line: when it began, and the seconds that the loop waited for data.
         self.began = self.waited = 0.0
         self.samples_before = 0  # of that line's samples, how many an earlier process trained on
         self.lr = 0.0  # the learning rate of the step that is being made

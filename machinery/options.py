@@ -22,15 +22,17 @@ from machinery.tasks import blame, fresh, load_module
 
 
 class Trait(enum.Flag):
-    """What may be done with an option. Without a trait it is fixed: on all nodes, on a resume."""
+    """What may change about an option. Without MAY_CHANGE it is the same after a resume, without
+    PER_NODE on all nodes.
+    """
 
-    NONE = 0
+    FIXED = 0
     MAY_CHANGE = enum.auto()  # when a run is resumed
     PER_NODE = enum.auto()  # may differ between the nodes of a run
     EVALUATED = enum.auto()  # an evaluation of the checkpoint depends on it too
 
 
-NONE, MAY_CHANGE = Trait.NONE, Trait.MAY_CHANGE
+FIXED, MAY_CHANGE = Trait.FIXED, Trait.MAY_CHANGE
 PER_NODE, EVALUATED = Trait.PER_NODE, Trait.EVALUATED
 FREE = MAY_CHANGE | PER_NODE
 
@@ -128,9 +130,9 @@ option("--data-dir", filled, "DIR", None, FREE,
 option("--model", filled, "NAME", "digitnet", EVALUATED,
        "digitnet, resnet9, or any torchvision classification model")
 option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
-option("--batch-size", positive, "N", 64, NONE, "samples per optimizer step, over all devices")
-option("--lr", amount, "X", 0.1, NONE, "peak learning rate")
-option("--amp", ["off", "bf16", "fp16"], None, "off", NONE, "automatic mixed precision")
+option("--batch-size", positive, "N", 64, FIXED, "samples per optimizer step, over all devices")
+option("--lr", amount, "X", 0.1, FIXED, "peak learning rate")
+option("--amp", ["off", "bf16", "fp16"], None, "off", FIXED, "automatic mixed precision")
 option("--output-dir", filled, "DIR", None, FREE,
        "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
 option("--resume", filled, "auto|FILE", None, FREE,
@@ -140,7 +142,7 @@ group("data")
 flag("--download", FREE, "fetch the data set into --data-dir if it is missing")
 flag("--skip-corrupt", MAY_CHANGE,
        "replace a sample that cannot be read by the next one; else the run ends")
-flag("--balanced", NONE, "draw samples with replacement, from each class equally often")
+flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
 option("--image-size", number(int, 8), "N", None, EVALUATED,
        "side of the square images of imagefolder and synthetic")
 option("--workers", whole, "N", None, FREE,
@@ -155,29 +157,30 @@ option("--freeze", filled, "PATTERN", [], EVALUATED,
        nargs="+")
 
 group("optimization")
-option("--accum-steps", positive, "N", 1, NONE,
+option("--accum-steps", positive, "N", 1, FIXED,
        "micro-batches per optimizer step; each is cut among the devices")
-option("--eval-batch-size", positive, "N", None, NONE,
-       "samples per forward in evaluation (default: a micro-batch, at most 128)")
+option("--eval-batch-size", positive, "N", None, FIXED,
+       "largest number of samples per forward in evaluation; never above an eighth of the set "
+       "(default: a micro-batch, at most 128)")
 option("--optimizer", list(OPTIMIZERS), None, "sgd", EVALUATED, "update rule")
-option("--momentum", share, "X", 0.9, NONE, "of sgd; the first beta of adamw")
-flag("--nesterov", NONE, "Nesterov momentum, sgd only")
-option("--weight-decay", amount, "X", 1e-3, NONE, "on every parameter")
-option("--schedule", list(SCHEDULES), None, "cosine", NONE, "learning rate over the run")
-option("--warmup-epochs", amount, "X", 2.0, NONE, "linear rise of the learning rate at the start")
-option("--step-epochs", positive, "N", [], NONE,
+option("--momentum", share, "X", 0.9, FIXED, "of sgd; the first beta of adamw")
+flag("--nesterov", FIXED, "Nesterov momentum, sgd only")
+option("--weight-decay", amount, "X", 1e-3, FIXED, "on every parameter")
+option("--schedule", list(SCHEDULES), None, "cosine", FIXED, "learning rate over the run")
+option("--warmup-epochs", amount, "X", 2.0, FIXED, "linear rise of the learning rate at the start")
+option("--step-epochs", positive, "N", [], FIXED,
        "step: epochs of the drops; cyclic, sawtooth: length of a cycle", nargs="+")
-option("--step-gamma", share, "X", 0.1, NONE,
+option("--step-gamma", share, "X", 0.1, FIXED,
        "step: factor of a drop; cyclic, sawtooth: lowest / highest rate")
-option("--final-lr", share, "FRACTION", 0.0, NONE, "cosine: share of --lr that is left at the end")
-option("--scale-lr", ["none", "linear", "sqrt"], None, "none", NONE,
+option("--final-lr", share, "FRACTION", 0.0, FIXED, "cosine: share of --lr that is left at the end")
+option("--scale-lr", ["none", "linear", "sqrt"], None, "none", FIXED,
        "multiply --lr by the world size, or its root")
-option("--clip-grad-norm", number(float, 1e-12), "X", None, NONE,
+option("--clip-grad-norm", number(float, 1e-12), "X", None, FIXED,
        "largest norm of the whole gradient (default: no limit)")
 option("--label-smoothing", share, "X", 0.1, EVALUATED, "probability spread over all classes")
 option("--average", ["none", "ema", "swa"], None, "none", EVALUATED,
        "evaluate averaged weights: of all steps, fading (ema), or of the last epochs (swa)")
-option("--swa-start", share, "FRACTION", 0.75, NONE,
+option("--swa-start", share, "FRACTION", 0.75, FIXED,
        "swa: average epochs after this share of the run; with a cyclic rate, where it is lowest")
 
 group("speed and precision")
@@ -187,8 +190,9 @@ option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
        "of the parameters; in float64 all modes print the same digits")
 
 group("distribution")
-flag("--sync-bn", NONE, "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
-option("--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", NONE,
+flag("--sync-bn", FIXED,
+     "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
+option("--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", FIXED,
        "send smaller gradients (ddp, spawn)")
 flag("--find-unused-parameters", MAY_CHANGE,
        "for a model that does not use all its parameters in every step")
@@ -213,9 +217,9 @@ option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
 group("run")
-option("--best", filled, "NAME", None, NONE,
+option("--best", filled, "NAME", None, FIXED,
        "what decides best.pt: a metric (default: the first), or loss, whose lowest value is best")
-option("--seed", number(int, 0, 2**63 - 1), "N", 0, NONE,
+option("--seed", number(int, 0, 2**63 - 1), "N", 0, FIXED,
        "of initial weights, order, augmentation, dropout")
 option("--save-every", positive, "STEPS", None, MAY_CHANGE,
        "write last.pt this often, not only after each epoch")
@@ -261,7 +265,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        names = [option.name] + ["--local_rank"] * (option.name == "--local-rank")
+        names = [option.name, "--local_rank"] if option.name == "--local-rank" else [option.name]
         groups[option.group].add_argument(*names, **option.settings)
         if option.settings.get("action") == "store_true":
             off = {"dest": option.key, "default": False, "help": argparse.SUPPRESS}
@@ -422,7 +426,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(none, f"{begins}: --average swa would average none of {args.epochs} epochs; {advice}")
     # A run of one epoch may cut the default.
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
-    longer = args.epochs < warmup != usual.settings["default"]
+    longer = warmup > args.epochs and warmup != usual.settings["default"]
     refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
     wrong = args.nesterov and args.optimizer != "sgd"
     refuse(wrong, f"--nesterov has no effect on --optimizer {args.optimizer}; use sgd")

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.backends import cudnn
 
 from common import UsageError, print0
 from sampling import own_cores
@@ -39,8 +40,8 @@ LOST_CONNECTION = re.compile(
     r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
     re.DOTALL,
 )
-# Exit codes of a rank for machinery/launch.py: it failed and told why, it lost another one.
-FAILED, LOST = 4, 5
+# Exit codes of a rank, which machinery/launch.py reads and makes 1.
+FAILED, LOST = 4, 5  # it failed and printed why; another rank went away
 GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
 REPEATED = 30  # seconds that a rank waits before it prints what the first rank prints too
 WRITER = "checkpoint"  # begins the name of the thread that writes one
@@ -49,15 +50,8 @@ RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "
     "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
 )
-_is_program = False  # True under `python train_ddp.py`, False where a notebook calls main
-at_end = contextlib.ExitStack()  # puts back, after a run, what it changed in its process
-SETTINGS = [  # what a run changes in its process: how to read it, how to put it back
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-    (torch.get_rng_state, torch.set_rng_state),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-]
+_is_program = False  # run_main sets it; it stays False where a notebook calls main
+at_end = contextlib.ExitStack()  # puts back what a run has changed, if it is registered here
 
 
 class Stopped(Exception):
@@ -73,6 +67,30 @@ def error_on_all(message: str) -> Exception:
     return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
 
 
+def put_back_variables(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+SETTINGS = [  # what each run changes in its process: how to read it, how to put it back
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        torch.get_deterministic_debug_mode,  # 1 warns, 2 raises
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+    ),
+    (lambda: cudnn.benchmark, functools.partial(setattr, cudnn, "benchmark")),
+    (
+        functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()),
+        functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK),
+    ),
+    (lambda: dict(os.environ), put_back_variables),  # last: torch sets variables too
+]
+
+
 def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     """Decorate a script's main: a notebook or a service that calls it is as before afterwards."""
 
@@ -80,10 +98,6 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     def wrapper(*arguments: Any, **options: Any) -> int:
         if _is_program:
             return main(*arguments, **options)
-        environment, benchmark = dict(os.environ), torch.backends.cudnn.benchmark
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        strict = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         before = [(put_back, read()) for read, put_back in SETTINGS]
         try:
             with warnings.catch_warnings():
@@ -91,13 +105,8 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         finally:
             wait_for_writer()
             at_end.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            torch.backends.cudnn.benchmark = benchmark
-            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             for put_back, value in before:
                 put_back(value)
-            os.environ.clear()  # last: torch sets variables too
-            os.environ.update(environment)
 
     return wrapper
 
@@ -145,7 +154,6 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.use_deterministic_algorithms(deterministic)
-    cudnn = torch.backends.cudnn
     cudnn.benchmark = not deterministic
     if deterministic:
         # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
@@ -206,7 +214,12 @@ def run_main(main: Callable[[], int]) -> int:
 
 
 def fail(error: BaseException) -> int:
-    """Report what a rank raised, and end the process so that its launcher blames the right rank."""
+    """Report what a rank raised, and end the process so that its launcher blames the right rank.
+
+    Under run.sh and spawn the exit code tells the launcher: LOST, in silence, if another rank went
+    away, else FAILED. Torchrun blames the rank that ends first: one that has lost another rank
+    takes Python's slow way out.
+    """
     words, meaning = f"{type(error).__name__}: {error}", ""
     calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SystemExit):
@@ -221,11 +234,11 @@ def fail(error: BaseException) -> int:
     lost = not meaning and LOST_CONNECTION.search(words)
     launched = {"LAUNCH_PID", "RANK"} <= os.environ.keys()
     if lost and launched:
-        leave(LOST)  # in silence: the cause should be the last thing to read
+        leave(LOST)  # the cause should be the last thing to read
     traceback.print_exception(error)
     tell(meaning)
     if lost:
-        return 1  # by Python's slow way out: torchrun blames the rank that ends first
+        return 1
     leave(FAILED if launched else 1)
 
 
@@ -235,7 +248,7 @@ def before_exit(codes: list[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A device mesh keeps gloo's threads alive, and they may abort the clean-up.
     if codes and "machinery.sharding" in sys.modules:
-        # What Python itself has registered with atexit stood before, and would come later.
+        # os._exit leaves out Python's own exit functions, so they are called here.
         weakref.finalize._exitfunc()
         multiprocessing.util._exit_function()
         logging.shutdown()
@@ -258,7 +271,7 @@ def leave(code: int) -> NoReturn:
 
 
 def tell(message: str) -> None:
-    """Print the last line of stderr."""
+    """Print the message, as the last line on stderr."""
     if message:
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
 

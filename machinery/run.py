@@ -52,11 +52,11 @@ class StopSignal:
         if dist.is_initialized():
             tensor = torch.tensor(flag)
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
-            earlier, self.pending = self.pending, (work, tensor)  # earlier: of the step before
-            due = self.pending if wait else earlier  # None in the first step
-            if due:
-                due[0].wait()
-            flag = int(due[1]) if due else 0
+            before, self.pending = self.pending, (work, tensor)  # before: of the last step
+            read = self.pending if wait else before  # None in the first step
+            if read:
+                read[0].wait()
+            flag = int(read[1]) if read else 0
         return list(SIGNALS)[flag - 1] if flag else None
 
 
@@ -93,7 +93,7 @@ class Run:
             self._restore(checkpoint)
             print0(f"resumed {self._position()}")
         if not self.args.eval_only:  # which has nothing to save
-            self._on_rank0(lambda: self.files.drop_later())  # not before the checkpoint fits
+            self._on_rank0(lambda: self.files.rewind())  # not before the checkpoint fits
             self.stop = StopSignal()
         self.log.start_times()
 
@@ -125,7 +125,10 @@ class Run:
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:
-        """Return on every rank what the function returns, or raise what it raises, on rank 0."""
+        """Return on every rank what the function returns, or raise what it raises, on rank 0.
+
+        If rank 0 raised alone, the others would wait for it.
+        """
         result = error = None
         if get_rank() == 0:
             try:
@@ -160,7 +163,7 @@ class Run:
         self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
         self.stopping = self.stop.agreed()
         due = args.save_every and state.global_step % args.save_every == 0
-        saves = not ends and (due or self.stopping)  # at the end of an epoch the script saves
+        saves = not ends and (due or self.stopping)  # train_*.py itself saves after an epoch
         if logs or saves:
             self._end_if_diverged()
         if saves:
@@ -211,7 +214,7 @@ class Run:
         self.log.eval_line(metrics)
         state.epoch, state.step = state.epoch + 1, 0
         names, best_before = [], state.best
-        if self._improves(metrics[name], -1 if name == "loss" else 1):
+        if self._improves(metrics[name], lower_is_better=name == "loss"):
             state.best, names = metrics[name], ["best.pt"]
         if args.keep_every and state.epoch % args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
@@ -224,12 +227,13 @@ class Run:
         if self.files and state.epoch == args.epochs and state.best is not None:
             self._print_best(name)
 
-    def _improves(self, score: float, sign: int) -> bool:
-        """Return whether the score is better than the best one; with sign -1 lower is better."""
+    def _improves(self, score: float, lower_is_better: bool) -> bool:
+        """Return whether the score is better than the best one; NaN and infinity never are."""
         best = self.state.best
-        rounding = 1e-12 * abs(best or 0)  # of the same weights on another number of ranks
-        higher = best is None or sign * (score - best) > rounding
-        return math.isfinite(score) and higher
+        if best is None or not math.isfinite(score):
+            return math.isfinite(score)
+        gain = best - score if lower_is_better else score - best
+        return gain > 1e-12 * abs(best)  # less is rounding, on another number of ranks
 
     def _print_best(self, name: str) -> None:
         self.files.wait()

@@ -13,7 +13,10 @@ from common import autocast, to_device
 
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
-    """Return all ranks in one row, or in rows of `shard_size`: each row holds the whole network."""
+    """Return all ranks in one row, or in rows of `shard_size`: each row holds the whole network.
+
+    8 ranks with --shard-size 4 are two rows, each with a whole copy.
+    """
     world_size = dist.get_world_size()
     if shard_size in (None, world_size):
         return init_device_mesh(device.type, (world_size,))
@@ -25,11 +28,11 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the parameters of each of the modules, and then all others, among the ranks.
 
     Before the forward and the backward of a module the ranks collect its parameters, and forget
-    them afterwards. They travel in float32: with --amp bf16 autocast rounds them, as in DDP.
+    them afterwards. They travel in their own type: with --amp bf16 autocast rounds them, as in DDP.
     """
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    # What is left is small, and the backward needs it next.
+    # What is left is small, and the backward begins with it: it is kept after the forward.
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
     for module in net.modules():  # gloo's mean of shards is a sum in torch 2.8
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":

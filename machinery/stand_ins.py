@@ -1,4 +1,7 @@
-"""What torch has for accelerators only, done on the CPU, so that tests prove it on any machine."""
+"""Data-parallel replicas, and SyncBatchNorm on the CPU, which torch has for accelerators alone.
+
+With them the tests prove all modes on any machine.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common import autocast, batch_norms, tree_map
+from common import autocast, batch_norms, reduce_value, tree_map
 from machinery.tasks import Task
 from sampling import seed_generators
 
@@ -54,7 +57,7 @@ class DataParallelOnCPU(nn.Module):
         self.module, self.replicas = module, replicas
 
     def forward(self, *inputs: Any) -> dict[str, Tensor]:
-        counts: list[int] = []
+        counts: list[int] = []  # of pieces; a small batch has fewer than there are replicas
         tree_map(lambda tensor: counts.append(len(tensor.chunk(self.replicas))), inputs)
         # The replicas share the parameters: gradients add up. Replica 0 updates the buffers.
         buffers = dict(self.module.named_buffers())
@@ -81,17 +84,15 @@ class AllReduceSum(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, value: Tensor) -> Tensor:
-        value = value.clone()
-        dist.all_reduce(value)
-        return value
+        return reduce_value(value, average=False)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        return AllReduceSum.forward(context, gradient)
+        return reduce_value(gradient, average=False)
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """`nn.SyncBatchNorm` for CPU tensors: statistics over the global batch, [n, C, ...].
+    """`nn.SyncBatchNorm` for CPU tensors: statistics over a micro-batch of all ranks, [n, C, ...].
 
     n may differ between ranks. Source: Ioffe and Szegedy, arXiv:1502.03167, over all ranks.
     """

@@ -17,7 +17,7 @@ from common import get_rank
 
 @dataclasses.dataclass
 class State:
-    """What a checkpoint holds. `epoch` and the `step` within it tell what comes next."""
+    """What training changes. `epoch` and the `step` within it tell what comes next."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -32,7 +32,8 @@ class State:
     def checkpoint(self) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.
 
-        Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them.
+        Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them, and
+        Run.save adds the rest of a checkpoint.
         """
         return {
             "format": common.FORMAT,
@@ -53,24 +54,15 @@ class State:
             for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
                 group[name] = now[name]
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        optimizer = dict(checkpoint["optimizer"])
-        optimizer["state"] = {  # a number is a parameter's key; there may be others
-            i: cut_like(values, dict.fromkeys(values, parameters[i])) if type(i) is int else values
-            for i, values in optimizer["state"].items()
-        }
-        self.optimizer.load_state_dict(optimizer)
-        for i, parameter in enumerate(parameters):
-            for name, saved in optimizer["state"].get(i, {}).items():
-                now = self.optimizer.state[parameter]
-                if not isinstance(saved, Tensor):
-                    continue
-                # load_state_dict has cast it to the parameter's type: take it in its own. Fused
-                # kernels need the parameter's strides, and --channels-last may change.
-                if saved.dim() and saved.shape == parameter.shape:
-                    now[name] = torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)
-                else:
-                    now[name] = saved.to(now[name].device)
+        groups = self.optimizer.param_groups
+        parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        saved = dict(checkpoint["optimizer"]["state"])  # by these numbers, and maybe by other keys
+        numbers = parameters.keys() & saved.keys()
+        for i in numbers:
+            saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))
+        self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})
+        for i in numbers:
+            restore_types(self.optimizer.state[parameters[i]], saved[i], parameters[i])
         for name in ("scheduler", "scaler"):
             getattr(self, name).load_state_dict(checkpoint[name])
         own = self.average.state_dict()
@@ -83,8 +75,23 @@ class State:
             group["lr"] = peak * factor(self.global_step)
 
 
+def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor) -> None:
+    """Give an optimizer's tensors their saved types: load_state_dict casts to the parameter's.
+
+    They get the parameter's strides, which fused kernels need: --channels-last may have changed.
+    """
+    for name, value in saved.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+            now[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        elif isinstance(value, Tensor):
+            now[name] = value.to(now[name].device)
+
+
 def whole(value: Any) -> Any:
-    """Return a copy with whole tensors, on rank 0's CPU, elsewhere None. Call it on every rank."""
+    """Return a copy with whole tensors on rank 0's CPU, and None for each tensor on other ranks.
+
+    Call it on every rank.
+    """
     if isinstance(value, dict):
         found = copy.copy(value)  # keeps the versions of the modules, which some modules ask for
         found.update({name: whole(item) for name, item in value.items()})

@@ -28,7 +28,7 @@ from sampling import seed_generators, seed_rng
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
 RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-fresh: dict[Path, ModuleType] = {}  # what parse_args has just loaded, for load_task
+fresh: dict[Path, ModuleType] = {}  # what parse_args has loaded: load_task runs no file twice
 
 
 @contextlib.contextmanager
@@ -68,23 +68,25 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
     They are the topmost modules with at most an eighth of the parameters; one without parts may be
     larger. Left out are modules with less than 1/256, modules that share a weight with another, and
     modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
-    Attention stays whole: it reads the weights of its parts without a call.
+    Attention and torch's transformer layers stay whole: they read the weights of their parts
+    without a call.
     """
     total = sum(parameter.numel() for parameter in net.parameters())
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
 
     def visit(module: nn.Module) -> list[nn.Module]:
         size = sum(parameter.numel() for parameter in module.parameters())
-        lists = isinstance(module, (nn.ParameterList, nn.ParameterDict))  # they have no forward
-        if 256 * size < total or all(p.dim() < 2 for p in module.parameters()) or lists:
+        only_vectors = all(p.dim() < 2 for p in module.parameters())
+        no_forward = isinstance(module, (nn.ParameterList, nn.ParameterDict))
+        if 256 * size < total or only_vectors or no_forward:
             return []
-        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # it has no forward
+        is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict))  # no forward, but parts
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-        shared = any(uses[key] > times for key, times in inside.items())
+        shares_weight = any(uses[key] > times for key, times in inside.items())
         if isinstance(module, READ_THEIR_PARTS):
-            return [] if shared else [module]
+            return [] if shares_weight else [module]
         fits = 8 * size <= total or not [*module.children()]
-        if fits and not container and not shared:
+        if fits and not is_list and not shares_weight:
             return [module]
         return [found for child in module.children() for found in visit(child)]
 
@@ -166,7 +168,7 @@ def metrics_of_set(
 
 
 def optimizer_as_built(build: Callable, args: Namespace, net: nn.Module) -> torch.optim.Optimizer:
-    """Call build_optimizer; while it looks, each module has the class that the task gave it.
+    """Call build_optimizer; meanwhile each module has the class that the task gave it.
 
     train_fsdp.py has changed classes before, and a task may group its parameters by them.
     """

@@ -101,7 +101,7 @@ mutant("scaler: the norm is taken twice", "common", "self.bad = (self.norm * 0 !
        "self.bad = (nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None) * 0 != 0).float()", FUSED)
 mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9",
        "test_ema_and_swa_are_what_they_say")
-mutant("ema: statistics not averaged", "common", "averaged |= {id(norm.running_mean), id(norm.running_var)}", "pass",
+mutant("ema: statistics not averaged", "common", "ids |= {id(norm.running_mean), id(norm.running_var)}", "pass",
        "test_ema_and_swa_are_what_they_say")
 mutant("save: file not on the disk before the rename", "common",
        "os.fsync(file.fileno())", "pass", DURABLE)
@@ -195,7 +195,7 @@ mutant("by design: no weights with a mask", "common",
 mutant("by design: judged in the precision of the file", "common",
        "became_non_finite(value.to(own[n].dtype), own[n])", "became_non_finite(value, own[n])",
        "test_weights_keep_their_precision")
-mutant("ema: all buffers averaged", "common", "[id(value) in averaged for value",
+mutant("ema: all buffers averaged", "common", "[id(value) in ids for value",
        "[value.is_floating_point() for value",
        "test_ema_averages_parameters_and_statistics_and_copies_the_rest")
 mutant("ema: the variance is a copy", "common", "{id(norm.running_mean), id(norm.running_var)}", "{id(norm.running_mean)}",

@@ -7,7 +7,7 @@ from mutants_base import EQUAL, MASKS, REFUSED, SEVERAL, SYNC_BN, mutant
 
 # --------------------------------------------------------------------------------------------------------------------- machinery/options.py
 
-mutant("resume: another seed counts as harmless", "machinery/options", '2**63 - 1), "N", 0, NONE', '2**63 - 1), "N", 0, MAY_CHANGE',
+mutant("resume: another seed counts as harmless", "machinery/options", '2**63 - 1), "N", 0, FIXED', '2**63 - 1), "N", 0, MAY_CHANGE',
        "test_changed_option_that_would_change_the_run_is_refused_by_name[--seed 1]")
 mutant("slurm: tasks that each have a device are too many", "machinery/options", " and not by_srun", "",
        "test_more_processes_than_accelerators_is_refused")
@@ -19,7 +19,7 @@ mutant("options: accumulation not counted", "machinery/options",
        "least = world_size * args.accum_steps", "least = world_size",
        f"{REFUSED}[single-1 --accum-steps 65]")
 mutant("options: --local_rank unknown", "machinery/options",
-       ' + ["--local_rank"] * (option.name == "--local-rank")', "",
+       '[option.name, "--local_rank"] if', "[option.name] if",
        "test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
 mutant("options: booleans cannot be turned off", "machinery/options", 'action="store_false"', 'action="store_true"',
        "test_booleans_can_be_turned_off_and_help_is_readable[single]")
@@ -41,7 +41,7 @@ mutant("options: sync-bn in data parallel", "machinery/options",
        'wrong = mode == "dp" and args.sync_bn', "wrong = False", f"{REFUSED}[dp-2 --sync-bn]")
 mutant("options: fp16 and float64 together", "machinery/options", "refuse(both,", "refuse(False,",
        f"{REFUSED}[single-1 --amp fp16 --dtype float64]")
-mutant("balanced: not resumed as such", "machinery/options", 'flag("--balanced", NONE,',
+mutant("balanced: not resumed as such", "machinery/options", 'flag("--balanced", FIXED,',
        'flag("--balanced", MAY_CHANGE,',
        "test_changed_option_that_would_change_the_run_is_refused_by_name[--balanced]")
 mutant("check: switched off by another launcher", "machinery/options", '("RANK", "LOCAL_RANK")', '("RANK",)',
@@ -138,27 +138,27 @@ mutant("range: the last is left out", "machinery/options",
        "test_ranges")
 mutant("resume: --deterministic is another run", "machinery/options",
        '"--deterministic", MAY_CHANGE,',
-       '"--deterministic", NONE,',
+       '"--deterministic", FIXED,',
        "test_what_may_change_at_resume[deterministic]")
 mutant("resume: --tensorboard is another run", "machinery/options",
        '"--tensorboard", MAY_CHANGE,',
-       '"--tensorboard", NONE,',
+       '"--tensorboard", FIXED,',
        "test_what_may_change_at_resume[tensorboard]")
 mutant("resume: --amp is harmless", "machinery/options",
-       '"--amp", ["off", "bf16", "fp16"], None, "off", NONE,',
+       '"--amp", ["off", "bf16", "fp16"], None, "off", FIXED,',
        '"--amp", ["off", "bf16", "fp16"], None, "off", MAY_CHANGE,',
        "test_what_may_change_at_resume[amp]")
 mutant("resume: --grad-compress is harmless", "machinery/options",
-       '"--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", NONE,',
+       '"--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", FIXED,',
        '"--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", MAY_CHANGE,',
        "test_what_may_change_at_resume[grad_compress]")
 mutant("eval-only: in another precision", "machinery/options",
        '"--dtype", ["float32", "float64"], None, "float32", EVALUATED,',
-       '"--dtype", ["float32", "float64"], None, "float32", NONE,',
+       '"--dtype", ["float32", "float64"], None, "float32", FIXED,',
        "test_what_may_change_at_resume[dtype]")
 mutant("eval-only: with another smoothing", "machinery/options",
        '"--label-smoothing", share, "X", 0.1, EVALUATED,',
-       '"--label-smoothing", share, "X", 0.1, NONE,',
+       '"--label-smoothing", share, "X", 0.1, FIXED,',
        "test_what_may_change_at_resume[label_smoothing]")
 mutant("nodes: workers are compared", "machinery/options",
        '"--workers", whole, "N", None, FREE,',
@@ -353,7 +353,7 @@ mutant("hint: fragments of choices", "machinery/options", "re.findall(r\"[^\\s',
 mutant("hint: for any word", "machinery/options", "(?=--\\w)", "", "test_bad_input_is_refused_by_name[single-1 -- lr]")
 mutant("optimizer: sees classes that sharding has changed", "machinery/tasks", "            module.__class__ = kind\n", "            str()\n", "test_groups_by_kind_of_layer_are_the_same_with_sync_bn")
 mutant("optimizer: classes stay as built", "machinery/tasks", "            module.__class__ = now\n", "            str()\n", "test_network_has_its_own_classes_again_after_the_optimizer")
-mutant("resume: numbers of the state take the type of the weights", "machinery/state", "now[name] = saved.to(now[name].device)", "now[name] = now[name]", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
+mutant("resume: numbers of the state take the type of the weights", "machinery/state", "now[name] = value.to(now[name].device)", "now[name] = now[name]", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
 mutant("options: --step-gamma without effect", "machinery/options", "unused = args.step_gamma != 0.1", "unused = False", "test_final_rate_without_effect_is_refused")
 mutant("best: an unknown metric of the whole set", "machinery/run", '        if name not in known:\n', "        if False:\n",
        "test_metric_of_the_whole_set_that_is_not_there_ends_the_run_by_name")

@@ -9,13 +9,13 @@ from mutants_base import BITWISE, DIVERGED, NAN, ORDERED, TOLD, WINNER, WINS, mu
 
 mutant("save: --save-every ignored", "machinery/run", "saves = not ends and (due or self.stopping)", "saves = not ends and self.stopping",
        "test_save_every_saves_within_the_epoch")
-mutant("save: best.pt is the last", "machinery/run", "return math.isfinite(score) and higher", "return True",
+mutant("save: best.pt is the last", "machinery/run", "return gain > 1e-12 * abs(best)", "return True",
        "test_best_is_not_the_last")
-mutant("save: best.pt is the worst", "machinery/run", "sign * (score - best) > rounding", "sign * (score - best) < rounding",
+mutant("save: best.pt is the worst", "machinery/run", "return gain > 1e-12", "return gain < 1e-12",
        "test_best_and_kept_checkpoints")
 RESTORE = 'for name in ("scheduler", "scaler"):\n            getattr'
-mutant("resume: optimizer not restored", "machinery/state", "self.optimizer.load_state_dict(optimizer)", "pass", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
-mutant("resume: nothing of the optimizer", "machinery/state", "self.optimizer.load_state_dict(optimizer)", "parameters = []", f"{BITWISE}[single-1-9]")
+mutant("resume: optimizer not restored", "machinery/state", 'self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})', "pass", "test_numbers_in_the_state_of_an_optimizer_keep_their_type")
+mutant("resume: nothing of the optimizer", "machinery/state", 'self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})', "numbers = []", f"{BITWISE}[single-1-9]")
 mutant("resume: scheduler not restored", "machinery/state", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scaler",'),
        "test_pitfall_23_learning_rate_goes_on_at_resume")
 mutant("resume: scaler not restored", "machinery/state", RESTORE, RESTORE.replace('"scheduler", "scaler"', '"scheduler",'),
@@ -33,7 +33,7 @@ mutant("log: loss of the whole run", "machinery/log", "        self.meter.clear(
        "test_logged_loss_is_that_since_the_last_line")
 mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
-mutant("stop: every rank by itself", "machinery/run", "flag = int(due[1]) if due else 0", "pass", "test_pitfall_11_sigterm_saves[0]")
+mutant("stop: every rank by itself", "machinery/run", "flag = int(read[1]) if read else 0", "pass", "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op",
        "test_pitfall_11_sigterm_saves[0]")
 mutant("stop: signals of the ranks added", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.SUM, async_op",
@@ -72,7 +72,7 @@ mutant("nodes: evaluation sets are not compared", "machinery/check",
        "    n = len(val_set)\n", "    n, val_set = 1, [(torch.ones(1), torch.ones(1))]\n",
        f"{TOLD}[evaluation set]")
 mutant("nodes: orders of evaluation sets are not compared", "machinery/check",
-       '    mine |= {"the hash of some evaluation samples": some}\n', "", f"{TOLD}[order]")
+       '    equal |= {"the hash of some evaluation samples": some}\n', "", f"{TOLD}[order]")
 mutant("nodes: code is not compared", "machinery/check", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
 mutant("nodes: only one rank finds the difference", "machinery/check", 'raise error_on_all(f"{name} is',
@@ -81,9 +81,9 @@ mutant("nodes: only one rank finds the difference", "machinery/check", 'raise er
 mutant("stop: ranks that do not save say that it was saved", "machinery/run",
        "if broadcast_object(self.refused):", "if self.refused:",
        "test_stop_that_was_not_saved_is_not_called_saved_on_any_node")
-mutant("nodes: what a task put into args is compared", "machinery/check", "in declared(args).items() if name not in own}", "in vars(args).items() if name not in own}",
+mutant("nodes: what a task put into args is compared", "machinery/check", "in declared(args).items() if name not in per_node}", "in vars(args).items() if name not in per_node}",
        "test_what_belongs_to_a_node_may_differ")
-mutant("nodes: options of a task are not compared", "machinery/check", "own = keys(PER_NODE)", "own = keys(PER_NODE) | {*args.task_options}",
+mutant("nodes: options of a task are not compared", "machinery/check", "per_node = keys(PER_NODE)", "per_node = keys(PER_NODE) | {*args.task_options}",
        "test_options_of_a_task_must_be_the_same_on_all_nodes")
 mutant("save: a run that could not be saved ends well", "machinery/run",
        "        if refused:\n            raise", "        if False:\n            raise",
@@ -103,7 +103,7 @@ mutant("swa: an average that begins too early is kept", "machinery/run",
 mutant("stop: forgotten after an evaluation", "machinery/run",
        "self.stop.agreed(wait=True) if state.epoch < args.epochs else None", "None",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[single-1]")
-mutant("stop: after an evaluation only what was agreed before", "machinery/run", "due = self.pending if wait else earlier", "due = earlier",
+mutant("stop: after an evaluation only what was agreed before", "machinery/run", "read = self.pending if wait else before", "read = before",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[ddp-2]")
 mutant("stop: a run that is done is called stopped", "machinery/run",
        "self.stop.agreed(wait=True) if state.epoch < args.epochs else None",
@@ -167,12 +167,12 @@ mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args
 mutant("save: kept under the number of the epoch before", "machinery/run", 'f"epoch-{state.epoch:04}.pt"', 'f"epoch-{state.epoch - 1:04}.pt"',
        "test_kept_epochs_are_every_so_many")
 TIES = "test_the_first_of_equal_scores_stays_the_best"
-mutant("best: the last of equal scores", "machinery/run", "(score - best) > rounding", "(score - best) >= rounding", TIES)
+mutant("best: the last of equal scores", "machinery/run", "return gain > 1e-12", "return gain >= 1e-12", TIES)
 mutant("best: infinity", "machinery/run", "return math.isfinite(score)", "return not math.isnan(score)", TIES)
-mutant("best: a rise by rounding", "machinery/run", "1e-12 * abs(best or 0)", "0", TIES)
-mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(best or 0)", "1e-6 * abs(best or 0)", TIES)
-mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(best or 0)", "1e-12 * (best or 0)", TIES)
-mutant("best: zero is no score", "machinery/run", "higher = best is None or", "higher = not best or", TIES)
+mutant("best: a rise by rounding", "machinery/run", "1e-12 * abs(best)", "0", TIES)
+mutant("best: a rise that counts is rounding", "machinery/run", "1e-12 * abs(best)", "1e-6 * abs(best)", TIES)
+mutant("best: no score above a negative one", "machinery/run", "1e-12 * abs(best)", "1e-12 * best", TIES)
+mutant("best: zero is no score", "machinery/run", "if best is None or not", "if not best or not", TIES)
 mutant("best: by the loss", "machinery/run", 'known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]', "known = [*metrics]", "test_first_metric_that_is_no_loss_decides")
 mutant("best: forgotten at resume", "machinery/state", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
@@ -192,7 +192,7 @@ mutant("end: a module keeps gloo's threads", "common", "import torch.distributed
 mutant("end: a module keeps gloo's threads in the minimal script", "examples/minimal_ddp",
        "import torch.distributed.nn.functional  #", "#", f"{THREAD_OF_GLOO}[minimal_ddp]")
 mutant("signals: the weaker one of the ranks wins", "machinery/run", "return list(SIGNALS)[flag - 1]", "return list(SIGNALS)[-flag]", WINNER)
-mutant("signals: ranks wait in every step", "machinery/run", "due = self.pending if wait else earlier", "due = self.pending", WINNER)
+mutant("signals: ranks wait in every step", "machinery/run", "read = self.pending if wait else before", "read = self.pending", WINNER)
 mutant("stop: names another signal", "machinery/run", 'f"stopped by {name} after', 'f"stopped by {list(SIGNALS)[0].name} after',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
@@ -257,7 +257,7 @@ mutant("by design: taken from the end of the run", "machinery/files",
        "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
 mutant("swa: averages that are lost are not missed", "machinery/files", "if len(wanted) in (0, found):",
        "if True:", "test_swa_refuses_epochs_whose_average_is_lost")
-mutant("swa: names an epoch too low", "machinery/files", "if not averaged(epochs))", "if not averaged(epochs)) - 1", "test_swa_refuses_epochs_whose_average_is_lost")
+mutant("swa: names an epoch too low", "machinery/files", "if not due(epochs))", "if not due(epochs)) - 1", "test_swa_refuses_epochs_whose_average_is_lost")
 mutant("eval-only: writes into the log of a run", "machinery/files",
        'only_reads = args.eval_only and any(directory.glob("*.pt"))', "only_reads = False",
        "test_eval_only_does_not_touch_the_log_of_a_run")
@@ -326,7 +326,7 @@ mutant("folder: without the model", "machinery/files",
        "test_folder_of_a_run_without_a_name")
 mutant("resume: a checkpoint that does not fit takes the place of last.pt", "machinery/run",
        "            state.restore(checkpoint)\n",
-       "            self._on_rank0(lambda: self.files.drop_later())\n            state.restore(checkpoint)\n",
+       "            self._on_rank0(lambda: self.files.rewind())\n            state.restore(checkpoint)\n",
        "test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were")
 mutant("load: parts may be missing", "common", "if missing :=", "if missing := \"\" and", "test_checkpoint_lacks_nothing")
 mutant("restart: an evaluation takes last.pt", "machinery/files", "attempt() > 0 and not args.eval_only", "attempt() > 0",
@@ -335,7 +335,7 @@ mutant("folder: a task of one's own is called digits", "machinery/files", 'if ar
        "test_folder_of_a_run_without_a_name")
 mutant("resume: every optimizer can be fused", "machinery/state", '{"fused", "foreach"} & now.keys()', '{"fused", "foreach"}',
        "test_state_of_an_optimizer_that_cannot_be_fused_is_restored")
-mutant("best: highest loss", "machinery/run", '-1 if name == "loss" else 1', "1", "test_lowest_loss_or_a_named_metric_decides")
+mutant("best: highest loss", "machinery/run", 'lower_is_better=name == "loss"', "lower_is_better=False", "test_lowest_loss_or_a_named_metric_decides")
 mutant("best: the first metric whatever is asked", "machinery/run", 'name = args.best or known[0]', "name = known[0]",
        "test_lowest_loss_or_a_named_metric_decides")
 mutant("best: an unknown metric", "machinery/check",  "unknown = args.best not in (None, *meter.sums)", "unknown = False",
@@ -374,18 +374,18 @@ mutant("end: the epoch of best.pt is forgotten at a resume", "machinery/files", 
 mutant("end: the last epoch", "machinery/files", 'if "best.pt" in names:', "if names:", END)
 mutant("stop: does not say how to go on", "machinery/run", 'print(f"to go on: ', 'str(f"to go on: ',
        "test_stop_says_what_it_saved_and_ends_with_its_code")
-mutant("shards: optimizer state is not cut", "machinery/state", "i: cut_like(values, dict.fromkeys(values, parameters[i]))", "i: values", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
+mutant("shards: optimizer state is not cut", "machinery/state", "saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))", "pass", "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
 mutant("shards: the average is not cut", "machinery/state", 'self.average.load_state_dict(cut_like(checkpoint["average"], own))', 'self.average.load_state_dict(checkpoint["average"])',
        "test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one[--average ema]")
 mutant("fsdp: parts that are read without a call", "machinery/tasks", "if isinstance(module, READ_THEIR_PARTS):", "if False:",
        "test_shards_of_parts_that_are_read_without_a_call")
-mutant("fsdp: lists of parameters are called", "machinery/tasks", "for p in module.parameters()) or lists:", "for p in module.parameters()):",
+mutant("fsdp: lists of parameters are called", "machinery/tasks", " or only_vectors or no_forward:", " or only_vectors:",
        "test_shards_of_parts_that_are_read_without_a_call")
 mutant("fsdp: a number is cut", "machinery/tasks", "if hasattr(args, \"shard_size\") and", "if False and", "test_network_that_cannot_work_is_refused")
 mutant("sync-bn: takes the place of any norm", "machinery/tasks", "if args.sync_bn and own:", "if False:", "test_network_that_cannot_work_is_refused")
 mutant("save: without the versions of modules", "machinery/state", "        found = copy.copy(value)\n        found.update({name: whole(item) for name, item in value.items()})", "        found = {name: whole(item) for name, item in value.items()}",
        "test_file_is_loaded_by_a_network_that_asks_for_versions")
-mutant("resume: an optimizer keeps tensors alone", "machinery/state", " if type(i) is int else values", "", "test_resumed_run_is_the_uninterrupted_one")
+mutant("resume: an optimizer keeps tensors alone", "machinery/state", 'saved = dict(checkpoint["optimizer"]["state"])', 'saved = {i: v for i, v in checkpoint["optimizer"]["state"].items() if type(i) is int}', "test_resumed_run_is_the_uninterrupted_one")
 mutant("check: extra state is not read back", "machinery/check", "        read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, torch.Tensor)})\n", "        pass\n", "test_network_that_cannot_work_is_refused")
 mutant("fsdp: each micro-batch is synchronised", "train_fsdp", "model.set_requires_gradient_sync(i == args.accum_steps - 1)", "model.set_requires_gradient_sync(i == 0)", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]")
 mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
@@ -399,22 +399,22 @@ mutant("fsdp: sharded after the optimizer", "train_fsdp", BLOCK + BUILD, BUILD +
 mutant("fsdp: a task is not asked", "train_fsdp", "task.shard_modules(network)", "[]", "test_task_chooses_what_is_sharded")
 mutant("fsdp: the norm of a shard", "common", "nn.utils.get_total_norm(p.grad for p in parameters if", "nn.utils.get_total_norm(getattr(p.grad, '_local_tensor', p.grad) for p in parameters if", f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]")
 mutant("fsdp: rows of another size", "machinery/sharding", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)", "test_ranks_of_a_row_hold_the_whole")
-mutant("fsdp: what shares a weight is sharded alone", "machinery/tasks", "not container and not shared", "not container", "test_parts_that_are_sharded_each_for_itself")
-mutant("fsdp: a list is sharded", "machinery/tasks", "not container and not shared", "not shared", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: what shares a weight is sharded alone", "machinery/tasks", "not is_list and not shares_weight", "not is_list", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: a list is sharded", "machinery/tasks", "not is_list and not shares_weight", "not shares_weight", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: the lowest modules", "machinery/tasks", "fits = 8 * size <= total or not", "fits = not", "test_parts_that_are_sharded_each_for_itself")
 HALF = ", mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))"
 mutant("fsdp: parts travel in bf16", "machinery/sharding", "reshard_after_forward=True)", "reshard_after_forward=True" + HALF,
        "test_shards_in_bf16_compute_what_ddp_computes[unused]")
 mutant("fsdp: the rest travels in bf16", "machinery/sharding", "reshard_after_forward=False)", "reshard_after_forward=False" + HALF,
        "test_shards_in_bf16_compute_what_ddp_computes[layer]")
-mutant("fsdp: a norm is sharded", "machinery/tasks", "or all(p.dim() < 2 for p in module.parameters())", "", "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: a norm is sharded", "machinery/tasks", " or only_vectors or no_forward", " or no_forward", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: small modules too", "machinery/tasks", "256 * size < total or", "", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
 mutant("fsdp: fp16", "machinery/options", 'refuse(args.amp == "fp16", ', "refuse(False, ", "test_what_torch_cannot_shard_is_refused")
 mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % size != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
 
 # What accelerators would meet
-mutant("resume: strides of the checkpoint", "machinery/state", "torch.empty_like(parameter, dtype=saved.dtype).copy_(saved)", "saved",
+mutant("resume: strides of the checkpoint", "machinery/state", "torch.empty_like(parameter, dtype=value.dtype).copy_(value)", "value",
        "test_restored_optimizer_has_the_strides_of_the_parameters")
 mutant("divergence: every step waits for the device", "machinery/run", "if logs or saves:", "if True:",
        "test_steps_between_log_lines_do_not_wait_for_the_device")
