@@ -7,6 +7,7 @@ import functools
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -138,21 +139,18 @@ def kill_own_group():
     subprocess.run(
         ["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True
     )  # from outside: its parent may end a worker
+    for worker in multiprocessing.active_children():
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+        ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
+        if not ignored >> signal.SIGTERM - 1 & 1:  # it dies of the signal, for the loader to find
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
 
 def terminate_group_with_plain_workers(rank):
     multiprocessing.set_start_method("fork", force=True)
     sampling.leave_signals_to_parent = lambda worker: None  # as DataLoader's workers are by default
     os.setsid()
-
-    def stop():
-        kill_own_group()
-        for worker in multiprocessing.active_children():
-            os.waitid(
-                os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT
-            )  # dead, and left for the loader to find
-
-    after_step(3, stop)
+    after_step(3, kill_own_group)
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
