@@ -113,8 +113,7 @@ def check(
 
 def check_optimizer(args: Namespace, task: Task, net: nn.Module) -> None:
     """Build the optimizer, make a step (in this child), and read its state as a resume does."""
-    where = f"--task {args.task}: build_optimizer"
-    with blame(where, args.task):
+    with blame(f"--task {args.task}: build_optimizer", args.task) as where:
         optimizer = task.build_optimizer(args, net)
         if not isinstance(optimizer, torch.optim.Optimizer):
             found = type(optimizer).__name__
@@ -168,8 +167,7 @@ def check_samples(
 ) -> None:
     """Fetch samples as a run does, and compute their losses and, in evaluation, their metrics."""
     kind = "training" if net.training else "evaluation"
-    where = f"--task {args.task}: samples {indices} of the {kind} set"
-    with blame(where, args.task):
+    with blame(f"--task {args.task}: samples {indices} of the {kind} set", args.task) as where:
         batch = fetch(args, dataset, indices)
         if digest(batch) != digest(fetch(args, dataset, indices)):
             wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
@@ -185,16 +183,14 @@ def check_samples(
             if on_cpu:
                 raise
             return  # perhaps only the accelerator can do it
-    where = f"--task {args.task}: per_sample_loss"
-    with blame(where, args.task):
+    with blame(f"--task {args.task}: per_sample_loss", args.task) as where:
         losses = task.per_sample_loss(outputs, targets)
         common.Meter(meter.device).add(loss=losses)
         if len(losses) != len(indices):
             raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
     function = task.train_metrics if net.training else task.per_sample_metrics
     name = "train_metrics" if net.training else "per_sample_metrics"
-    where = f"--task {args.task}: {name}"
-    with blame(where, args.task):
+    with blame(f"--task {args.task}: {name}", args.task) as where:
         metrics = function(outputs, targets)
         if not (metrics or net.training) or RESERVED & metrics.keys():
             wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import enum
 import importlib.util
 import math
 import os
@@ -20,27 +19,19 @@ from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 from machinery.tasks import blame, fresh, load_module
 
-
-class Trait(enum.Flag):
-    """What may change about an option. Without MAY_CHANGE it is the same after a resume, without
-    PER_NODE on all nodes.
-    """
-
-    FIXED = 0
-    MAY_CHANGE = enum.auto()  # when a run is resumed
-    PER_NODE = enum.auto()  # may differ between the nodes of a run
-    EVALUATED = enum.auto()  # an evaluation of the checkpoint depends on it too
-
-
-FIXED, MAY_CHANGE = Trait.FIXED, Trait.MAY_CHANGE
-PER_NODE, EVALUATED = Trait.PER_NODE, Trait.EVALUATED
+# What may change about an option; the traits are bits. A fixed one is the same on all nodes, and
+# when a run is resumed.
+FIXED = 0
+MAY_CHANGE = 1  # when a run is resumed
+PER_NODE = 2  # may differ between the nodes of a run
+EVALUATED = 4  # fixed; an evaluation of the checkpoint depends on it too
 FREE = MAY_CHANGE | PER_NODE
 
 
 class Option(NamedTuple):
     group: str
     name: str
-    traits: Trait
+    traits: int
     modes: tuple[str, ...]
     settings: dict[str, Any]
 
@@ -63,7 +54,7 @@ def option(
     kind: Any,
     metavar: str | None,
     default: Any,
-    traits: Trait,
+    traits: int,
     text: str,
     *modes: str,
     **settings: Any,
@@ -76,9 +67,9 @@ def option(
     OPTIONS.append(Option(groups[-1], name, traits, modes, settings))
 
 
-def flag(name: str, traits: Trait, text: str) -> None:
+def flag(name: str, traits: int, text: str) -> None:
     """Declare a switch with a negative form: --compile and --no-compile."""
-    settings = {"action": "store_true", "default": False, "help": text}
+    settings = {"action": argparse.BooleanOptionalAction, "default": False, "help": text}
     OPTIONS.append(Option(groups[-1], name, traits, (), settings))
 
 
@@ -234,9 +225,9 @@ flag("--deterministic", MAY_CHANGE, "slower kernels that give the same bits in e
 # fmt: on
 
 
-def keys(trait: Trait) -> set[str]:
+def keys(trait: int) -> set[str]:
     """Return the names, as in the parsed arguments, of the options that have a trait."""
-    return {option.key for option in OPTIONS if trait in option.traits}
+    return {option.key for option in OPTIONS if trait & option.traits}
 
 
 class Parser(argparse.ArgumentParser):
@@ -255,8 +246,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
     """Return the parser of a mode: single, dp, ddp, spawn or fsdp."""
-    start = f"Start it with: bash run.sh {mode} {'' if mode == 'single' else '[N] '}[options]. "
-    start += "What --compile and the like turn on, --no-compile turns off."
+    start = f"Start it with: bash run.sh {mode} {'' if mode == 'single' else '[N] '}[options]."
     usage = f"train_{mode}.py [options]"
     parser = Parser(prog=f"train_{mode}.py", usage=usage, description=start, allow_abbrev=False)
     groups: dict[str, Any] = {}
@@ -267,10 +257,6 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
             groups[option.group] = parser.add_argument_group(option.group)
         names = [option.name, "--local_rank"] if option.name == "--local-rank" else [option.name]
         groups[option.group].add_argument(*names, **option.settings)
-        if option.settings.get("action") == "store_true":
-            off = {"dest": option.key, "default": False, "help": argparse.SUPPRESS}
-            name = option.name.replace("--", "--no-", 1)
-            groups[option.group].add_argument(name, action="store_false", **off)
     return parser
 
 

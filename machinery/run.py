@@ -137,8 +137,6 @@ class Run:
                 error = error_on_all(f"--output-dir {self.args.output_dir}: {problem}")
             except UsageError as problem:
                 error = error_on_all(str(problem))
-            except Stopped as problem:
-                error = problem
         result, error = broadcast_object((result, error))
         if error:
             raise error

@@ -32,13 +32,13 @@ fresh: dict[Path, ModuleType] = {}  # what parse_args has loaded: load_task runs
 
 
 @contextlib.contextmanager
-def blame(where: str, path: str | None = None) -> Iterator[None]:
-    """Turn whatever the block raises into a UsageError that begins with `where`.
+def blame(where: str, path: str | None = None) -> Iterator[str]:
+    """Yield `where`, and turn whatever the block raises into a UsageError that begins with it.
 
     `path` is the file whose line number helps.
     """
     try:
-        yield
+        yield where
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
@@ -159,8 +159,7 @@ def metrics_of_set(
 ) -> dict[str, float]:
     """Call the task's dataset_metrics, seeded: it draws the same numbers in every mode."""
     seed_rng(seed, -2, 0)  # no training step and no batch has this number
-    where = f"--task {path}: dataset_metrics"
-    with blame(where, str(path)):
+    with blame(f"--task {path}: dataset_metrics", str(path)) as where:
         found = {str(name): float(value) for name, value in function(outputs).items()}
         if taken := ", ".join(sorted(RESERVED & found.keys())):
             raise UsageError(f"{where}: the log itself uses the name {taken}")

@@ -386,7 +386,7 @@ CASES = [
         "--output-dir TMP/closed/run: cannot write in TMP/closed",
     ),
     ("single", 1, "--compile yes", "unrecognized arguments: yes"),
-    ("single", 1, "--compile=yes", "--compile: ignored explicit argument 'yes'"),
+    ("single", 1, "--compile=yes", "--compile/--no-compile: ignored explicit argument 'yes'"),
     ("spawn", 2, "--replicas 2", "unrecognized arguments: --replicas 2"),
     ("ddp", 2, "--nproc 2", "unrecognized arguments: --nproc 2"),
     (

@@ -21,9 +21,7 @@ mutant("options: accumulation not counted", "machinery/options",
 mutant("options: --local_rank unknown", "machinery/options",
        '[option.name, "--local_rank"] if', "[option.name] if",
        "test_local_rank_is_accepted_in_both_spellings[--local_rank=3]")
-mutant("options: booleans cannot be turned off", "machinery/options", 'action="store_false"', 'action="store_true"',
-       "test_booleans_can_be_turned_off_and_help_is_readable[single]")
-mutant("options: --help shows each switch twice", "machinery/options", '"default": False, "help": argparse.SUPPRESS}', '"default": False, "help": "off"}',
+mutant("options: booleans cannot be turned off", "machinery/options", "argparse.BooleanOptionalAction", '"store_true"',
        "test_booleans_can_be_turned_off_and_help_is_readable[single]")
 mutant("options: no other choice is proposed", "machinery/options", "known = choices or self._option_string_actions", "known = self._option_string_actions",
        f"{REFUSED}[single-1 --dataset cifar]")

@@ -99,7 +99,7 @@ def options_page() -> str:
             headline = option.group
             head = ["| option | value | default | meaning |", "|---|---|---|---|"]
             lines += ["", f"## {headline[0].upper()}{headline[1:]}", "", *head]
-        switch = settings.get("action") == "store_true"
+        switch = settings.get("action") is argparse.BooleanOptionalAction
         value = settings.get("metavar") or ", ".join(settings.get("choices", ["on or off"]))
         value += " ..." if settings.get("nargs") == "+" else ""
         default = "off" if switch else settings["default"]
