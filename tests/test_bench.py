@@ -888,6 +888,7 @@ def test_directory_of_many_files_is_made_of_links_to_a_few(tmp_path):
 
 def test_peer_that_is_not_installed_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers, "compare", lambda *_: pytest.fail("it begins all the same"))
     with pytest.raises(common.UsageError) as error:
         bench.main(["--peer", "plain", "fabric"])
     assert str(error.value) == "--peer fabric: lightning is not installed; pip install lightning"
