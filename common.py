@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported before a process group exists: its default arguments would keep that group for ever.
+# Not used here. torch imports it later by itself; if a process group exists then, one of its
+# default arguments keeps that group for ever.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -115,7 +116,7 @@ def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, a
     """
     net, device = model.module, next(model.parameters()).device
     state = copy.deepcopy(net.state_dict())
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # not all are in it
+    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # `state` lacks some
     epoch, indices = 0, [0, 0]  # BatchNorm needs two samples
     inputs, targets = to_device(loader.dataset.__getitems__((epoch, indices)), device)
     train_mode(model)
@@ -461,7 +462,7 @@ class StepGuard:
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
         # With sharded gradients each rank has only the norm of its own part here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        # The norm shows NaN and Inf, which times 0 are NaN, without another pass over the memory.
+        # If a gradient is NaN or Inf, so is the norm; times 0 both give NaN, which is not 0.
         self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -545,7 +546,7 @@ class WeightAverage(AveragedModel):
             self.update_parameters(net)
 
     def after_epoch(self, net: nn.Module, epoch: int) -> None:
-        """Call it at the end of `epoch`; a second call for the same epoch does nothing."""
+        """Call it at the end of `epoch`, from 0; a second call for the same epoch does nothing."""
         due = sum(done <= epoch + 1 for done in self.epochs)
         if self.kind == "swa" and self.n_averaged < due:
             self.update_parameters(net)
@@ -688,7 +689,7 @@ class Meter:
         """Return the mean of each name over all samples of all ranks, and their `count`.
 
         `function` gets the lists of all ranks on rank 0, by name, in the order of the samples. What
-        it returns is added on every rank. It needs an evaluation in the batches of ShardSampler.
+        it returns joins the means on all ranks. It needs an evaluation in ShardSampler's batches.
         """
         names, sums = self._sums()
         *totals, count = reduce_value(sums, average=False).tolist()

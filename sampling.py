@@ -153,7 +153,7 @@ class KeyedDataset(Dataset):
 
     The generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
     class of data sets with `whole_batches = True` also returns a ready batch from `__getitems__`.
-    It must draw with keyed_uniform and sample_key; this works behind a wrapper too.
+    It must draw with keyed_uniform and sample_key, which work behind a wrapper too, as Subset is.
 
     A sample that raises OSError ends the run; with `skip_corrupt` the next readable one takes its
     place.
@@ -229,7 +229,7 @@ def build_loader(
 def leave_signals_to_parent(*_: int) -> None:
     """Ignore the signals that stop a run, and end with the process that started this one.
 
-    A loader worker that outlives its rank would hold the lock on the run's directory.
+    Nothing else would end a loader worker whose rank was killed.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -273,7 +273,7 @@ def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
     to construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
     shuffled again (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002).
     """
-    if length <= 1024:  # a small grid would need more rounds; a sort is exact and faster
+    if length <= 1024:  # a small grid would need more rounds; to sort hashes is faster
         return splitmix64(key, np.arange(length, dtype=np.uint64)).argsort()[positions]
     rows, columns, round_keys = _grid(length, key)
     left, right = np.divmod(positions.astype(np.uint64), columns)

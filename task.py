@@ -325,7 +325,7 @@ class ResNet9(nn.Module):
         features = self.down3(self.down2(features + self.block1(features)))
         features = features + self.block2(features)
         features = F.max_pool2d(features, features.shape[-2:]).flatten(1)  # see DigitNet
-        return self.head(features) * 0.125  # small logits at the start, where the rate is large
+        return self.head(features) * 0.125  # small logits at the start
 
 
 BUILT_IN = {"digitnet": DigitNet, "resnet9": ResNet9}
@@ -348,7 +348,7 @@ def build_model(args: Namespace) -> nn.Module:
             print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
     dtype = getattr(torch, args.dtype)
     if args.compile:
-        # Else the first step would compile how the constants are made, and the second step anew.
+        # Else step 1 compiles how the constants are made, and step 2 compiles again.
         torch.compiler.assume_constant_result(per_channel)
     # A hook, not a layer: parameters keep plain names, and a state dict has no mean and deviation.
     model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))

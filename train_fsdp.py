@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
+        eval_model = run.eval_model(train_loader)  # net, or its average; SWA recomputes BatchNorm
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)

@@ -67,7 +67,7 @@ def evaluate(
 
 
 def worker(local_rank: int, args: Namespace, init_method: str) -> int:
-    """Be one rank, as main of train_ddp.py is."""
+    """Be one rank: what follows stands in main of train_ddp.py."""
     rank = args.node_rank * args.nproc + local_rank
     world_size = args.nnodes * args.nproc
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
@@ -111,13 +111,13 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # net, or its average. SWA reads the loader too
+        eval_model = run.eval_model(train_loader)  # net, or its average; SWA recomputes BatchNorm
         run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
     if args.eval_only:
         eval_model = run.eval_model(train_loader)
         run.log.eval_line(evaluate(args, task, eval_model, val_loader, device))
     run.finish()
-    del model  # DDP uses the group, so it goes first
+    del model  # before the group, which DDP uses
     dist.destroy_process_group()  # all ranks are done
     return 0
 
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     with workers_meet_at(args) as init_method:  # a new file, or --dist-url
         arguments = (worker, args, init_method)
         context = mp.spawn(run_worker, arguments, nprocs=args.nproc, join=False)  # calls worker
-        return wait_for_workers(context, args.nnodes)  # hands signals on
+        return wait_for_workers(context, args.nnodes)  # passes signals on to the ranks
 
 
 if __name__ == "__main__":

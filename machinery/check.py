@@ -39,7 +39,8 @@ def check_run(
     `net` is on the CPU. A forked child calls `check`, so that nothing of it is left here: no random
     number drawn, no state of the task, no thread.
     """
-    # Of run.sh or torchrun, which end all ranks when the first one fails. Under srun each looks.
+    # Under run.sh and torchrun the first rank of a machine looks: they end the others if it fails.
+    # Under srun each rank looks.
     launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if launched and os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -165,7 +166,7 @@ def check_samples(
     on_cpu: bool,
     meter: common.Meter,
 ) -> None:
-    """Fetch samples as a run does, and compute their losses and, in evaluation, their metrics."""
+    """Fetch samples as a run does, and compute their losses and metrics."""
     kind = "training" if net.training else "evaluation"
     with blame(f"--task {args.task}: samples {indices} of the {kind} set", args.task) as where:
         batch = fetch(args, dataset, indices)

@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine, hand signals on to them, and return one exit code.
 
 `bash run.sh ddp|fsdp N [options]` runs this file: it checks the options and then starts the script
-N times, with the variables that torchrun sets. train_spawn.py uses the helpers under its name.
+N times, with the variables that torchrun sets. train_spawn.py uses the section of that name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
         ended = codes()
         if any(ended):
             deadline = min(deadline, time.monotonic() + GRACE)
-        if time.monotonic() > deadline or 2 in ended:  # 2: bad input, before the ranks have met
+        if time.monotonic() > deadline or 2 in ended:  # 2: bad input; the others may wait
             break
     for process, code in zip(processes, ended):
         if code is None:

@@ -19,9 +19,8 @@ from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 from machinery.tasks import blame, fresh, load_module
 
-# What may change about an option; the traits are bits. A fixed one is the same on all nodes, and
-# when a run is resumed.
-FIXED = 0
+# The traits of an option are bits.
+FIXED = 0  # the same on all nodes, and when a run is resumed
 MAY_CHANGE = 1  # when a run is resumed
 PER_NODE = 2  # may differ between the nodes of a run
 EVALUATED = 4  # fixed; an evaluation of the checkpoint depends on it too

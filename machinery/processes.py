@@ -43,7 +43,7 @@ LOST_CONNECTION = re.compile(
 # Exit codes of a rank, which machinery/launch.py reads and makes 1.
 FAILED, LOST = 4, 5  # it failed and printed why; another rank went away
 GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
-REPEATED = 30  # seconds that a rank waits before it prints what the first rank prints too
+REPEATED = 30  # seconds that another rank waits with an error that the first rank prints too
 WRITER = "checkpoint"  # begins the name of the thread that writes one
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
@@ -177,8 +177,9 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
 def run_main(main: Callable[[], int]) -> int:
     """Run `main` and return the exit code of this process.
 
-    0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving. A
-    signal before training begins ends the process at once: nothing can be lost yet.
+    0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving; a
+    failed rank may tell its launcher more, see FAILED. A signal before training begins ends the
+    process at once: nothing can be lost yet.
     """
     global _is_program
     _is_program = True
@@ -204,7 +205,7 @@ def run_main(main: Callable[[], int]) -> int:
         code, reason = stop.code, stop.reason
     except (Exception, SystemExit) as error:
         return fail(error)
-    if dist.is_initialized():  # here the exception is gone, and with it the DDP of main
+    if dist.is_initialized():  # not in the except block: the exception held main's DDP
         dist.barrier()  # rank 0 has saved, and nobody waits any more
         dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") == "0":

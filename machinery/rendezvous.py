@@ -41,9 +41,9 @@ def ranks_from_env() -> tuple[int, int, int]:
 
 
 def init_method() -> str:
-    """Return where the ranks of train_ddp.py meet.
+    """Return where the ranks of train_ddp.py and train_fsdp.py meet.
 
-    Under torchrun that is MASTER_ADDR and MASTER_PORT. Under run.sh on one machine it is a file,
+    In general that is MASTER_ADDR and MASTER_PORT. Under run.sh on one machine it is a file,
     a new one for each attempt: nothing listens to the network, and no port can be taken.
     """
     file = os.environ.get("LAUNCH_RENDEZVOUS_FILE")

@@ -125,7 +125,7 @@ class Run:
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:
-        """Return on every rank what the function returns, or raise what it raises, on rank 0.
+        """Call the function on rank 0; return its result, or raise its error, on every rank.
 
         If rank 0 raised alone, the others would wait for it.
         """

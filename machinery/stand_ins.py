@@ -1,4 +1,4 @@
-"""Data-parallel replicas, and SyncBatchNorm on the CPU, which torch has for accelerators alone.
+"""The replicas of train_dp.py, and SyncBatchNorm for the CPU, where torch has neither.
 
 With them the tests prove all modes on any machine.
 """

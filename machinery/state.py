@@ -56,7 +56,7 @@ class State:
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
         groups = self.optimizer.param_groups
         parameters = dict(enumerate(p for group in groups for p in group["params"]))
-        saved = dict(checkpoint["optimizer"]["state"])  # by these numbers, and maybe by other keys
+        saved = dict(checkpoint["optimizer"]["state"])  # by number; some add other keys
         numbers = parameters.keys() & saved.keys()
         for i in numbers:
             saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))
