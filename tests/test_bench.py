@@ -915,7 +915,7 @@ def build_model(args):
 """  # writes the size of each batch, the sum of its pixels, and that of some weights
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.parametrize("mode", ["single", "ddp"])
 @pytest.mark.parametrize("peer", peers.PEERS)
 def test_ranks_of_a_peer_share_each_batch_and_have_equal_weights(peer, mode, tmp_path):

@@ -28,7 +28,7 @@ def command(name, folder):
     return [*argv.split(), "--optimizer", "adamw", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module", params=["detect", "pose"])
+@pytest.fixture(scope="module", params=["detect", pytest.param("pose", marks=pytest.mark.release)])
 def small(request, tmp_path_factory):
     """Return (name, command line of two epochs in float64, its run on one device)."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -97,7 +97,10 @@ def trained(request, tmp_path_factory):
     return name, argv, result
 
 
-@pytest.mark.parametrize("trained", ["detect", "pose"], indirect=True)
+POSE = pytest.param("pose", marks=pytest.mark.release)
+
+
+@pytest.mark.parametrize("trained", ["detect", POSE], indirect=True)
 def test_network_learns_and_ap_decides_the_best(trained):
     name, _, result = trained
     lines = result.eval_lines()

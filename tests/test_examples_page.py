@@ -95,7 +95,7 @@ def test_command_for_made_data_reaches_what_the_page_says(name, tmp_path):
                 assert found[-1][metric] > CLEARLY[metric]
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_script_on_one_page_by_torchrun(tmp_path):
     section = SECTIONS["DDP on one page"]
     ((program, *argv),) = commands_of(section, "bash")

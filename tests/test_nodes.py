@@ -549,17 +549,8 @@ def commands_of_the_page():
     return re.findall(r"```bash\n(torchrun .*)\n```", section)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "job",
-    [
-        "PyTorchJob, auto",
-        *(
-            pytest.param(j, marks=pytest.mark.release)
-            for j in ("PyTorchJob", "TrainJob", "before 1.7")
-        ),
-    ],
-)
+@pytest.mark.release
+@pytest.mark.parametrize("job", ["PyTorchJob, auto", "PyTorchJob", "TrainJob", "before 1.7"])
 def test_pods_of_kubeflow_are_one_device(job, tmp_path):
     """The page's own command, as a shell starts it in each of two pods, here on one machine."""
     plain, older = commands_of_the_page()

@@ -79,7 +79,7 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
         assert launch.errors().rstrip().endswith(message), "the last line says what happened"
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
     with Launch(LAUNCHES["ddp"], tmp_path) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
