@@ -290,7 +290,7 @@ for name, old, new in (
     ("a thread sets handlers", "if threading.current_thread() is not threading.main_thread():", "if False:"),
     ("variables stay", "    os.environ.clear()\n    os.environ.update(variables)\n", "    pass\n"),
     ("new variables stay", "    os.environ.clear()\n", ""),
-    ("signals that were blocked come through", "(signal.pthread_sigmask, signal.SIG_SETMASK)", "(signal.pthread_sigmask, signal.SIG_BLOCK)"),
+    ("signals that were blocked come through", "(signal.pthread_sigmask, signal.SIG_SETMASK)", "(signal.pthread_sigmask, signal.SIG_UNBLOCK)"),
     ("nothing of the settings is put back", "                put_back(value)\n", "                pass\n"),
     ("threads stay", "    (torch.get_num_threads, torch.set_num_threads),\n", ""),
     ("deterministic kernels stay", "lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)", "str"),
