@@ -71,7 +71,7 @@ class GlobalBatchSampler(Sampler):
             classes = class_numbers(dataset)
             self.by_class = classes.argsort(kind="stable")
             self.sizes = np.bincount(classes).astype(np.uint64)
-            self.starts = self.sizes.cumsum() - self.sizes  # of each class in by_class
+            self.ends = self.sizes.cumsum()  # of each class in by_class
 
     def set_position(self, epoch: int, step: int) -> None:
         self.epoch, self.steps = epoch, range(step, self.steps_per_epoch)
@@ -92,7 +92,7 @@ class GlobalBatchSampler(Sampler):
             return permuted(positions, self.length, order_key)
         drawn = splitmix64(order_key, positions.astype(np.uint64), 0) % len(self.sizes)
         member = splitmix64(order_key, positions.astype(np.uint64), 1) % self.sizes[drawn]
-        return self.by_class[self.starts[drawn] + member]
+        return self.by_class[self.ends[drawn] - 1 - member]
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:

@@ -35,7 +35,6 @@ import contextlib
 import difflib
 import fcntl
 import functools
-import math
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -294,7 +293,7 @@ class DigitNet(nn.Module):
         # adaptive_max_pool2d to 2 x 2, written out: --deterministic refuses its backward on CUDA.
         sides = [max(2, side) for side in features.shape[-2:]]
         features = features.expand(-1, -1, *sides)  # a side of 1, of an input of 2 or 3, is doubled
-        kernel, stride = [math.ceil(n / 2) for n in sides], [n // 2 for n in sides]
+        kernel, stride = [(n + 1) // 2 for n in sides], [n // 2 for n in sides]
         features = F.max_pool2d(features, kernel, stride)
         return self.head(features.flatten(1))
 

@@ -39,7 +39,7 @@ def check_run(
     `net` is on the CPU. A forked child calls `check`, so that nothing of it is left here: no random
     number drawn, no state of the task, no thread.
     """
-    # Under run.sh and torchrun the first rank of a machine looks: they end the others if it fails.
+    # Of run.sh, spawn and torchrun the first rank of a machine looks: they end all if it fails.
     # Under srun each rank looks.
     launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if launched and os.environ.get("LOCAL_RANK", "0") != "0":

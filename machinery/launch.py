@@ -77,8 +77,8 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     """Return the exit code of the run, and the cause of a failure if no rank has told it.
 
     `ended` has the exit code of each rank; None: it had to be killed. The first of these decides:
-    a code that a rank chose on purpose; a kill by a signal; a failure on another node; a lost rank;
-    any other code.
+    a code that a rank chose on purpose; a kill by a signal; a failure on several nodes; a lost
+    rank; any other code.
     """
     knows_cause = {*ended} - {None, 0, LOST, -signal.SIGABRT}
     if nnodes > 1 or knows_cause:  # NCCL aborts a rank that lost another one: it is a lost rank

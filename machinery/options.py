@@ -19,11 +19,12 @@ from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 from machinery.tasks import blame, fresh, load_module
 
-# The traits of an option are bits.
-FIXED = 0  # the same on all nodes, and when a run is resumed
+# The traits of an option are bits. Without MAY_CHANGE it is fixed when a run is resumed, without
+# PER_NODE it is the same on all nodes.
+FIXED = 0
 MAY_CHANGE = 1  # when a run is resumed
 PER_NODE = 2  # may differ between the nodes of a run
-EVALUATED = 4  # fixed; an evaluation of the checkpoint depends on it too
+EVALUATED = 4  # an evaluation of the checkpoint depends on it too
 FREE = MAY_CHANGE | PER_NODE
 
 
@@ -262,7 +263,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
 def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None) -> list[str]:
     """Let the file of --task add its options, and return their names in the parsed arguments.
 
-    They describe the run, like those without a trait.
+    They describe the run, like those that are FIXED.
     """
     first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     first.add_argument("--task", default=TASK, nargs="?")

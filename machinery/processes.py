@@ -72,7 +72,7 @@ def put_back_variables(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-SETTINGS = [  # what each run changes in its process: how to read it, how to put it back
+SETTINGS = [  # what a run may change in its process: how to read it, how to put it back
     (random.getstate, random.setstate),
     (np.random.get_state, np.random.set_state),
     (torch.get_rng_state, torch.set_rng_state),

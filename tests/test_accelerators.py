@@ -435,7 +435,7 @@ def compile_and_look():
 
 
 def test_compiled_model_makes_its_constants_once(tmp_path):
-    """In each step they would be copied from the host, which waits for that.
+    """Else the first step would compile how they are made, and the second step compile again.
 
     After a compilation a fork of this process could make no backward.
     """

@@ -37,7 +37,7 @@ mutant("sampler: torch.chunk, which may leave a rank without samples", "sampling
        "test_pieces_of_all_ranks_partition_each_global_batch[4]")
 mutant("sampler: micro-batches cut after the ranks", "sampling", "batch.tensor_split(self.accum_steps)", "[batch]",
        "test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
-mutant("compile: the constants are made in each step", "task", "if args.compile:", "if False:", "test_compiled_model_makes_its_constants_once")
+mutant("compile: how the constants are made is compiled", "task", "if args.compile:", "if False:", "test_compiled_model_makes_its_constants_once")
 mutant("sampler: the ragged tail is kept", "sampling", "steps_per_epoch = length // batch_size",
        "steps_per_epoch = math.ceil(length / batch_size)", PIECES)
 mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > length:", "if False:",
@@ -84,7 +84,7 @@ mutant("workers: load what is not wanted", "sampling", "        sampler.steps = 
 mutant("balanced: every sample equally often", "sampling", "if not self.balanced:", "if True:",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
 mutant("balanced: the first of each class alone", "sampling",
-       "[drawn] + member", "[drawn]",
+       "[drawn] - 1 - member", "[drawn] - 1",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
 mutant("balanced: class and sample by one draw", "sampling", "positions.astype(np.uint64), 1)", "positions.astype(np.uint64), 0)",
        "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
@@ -291,4 +291,4 @@ POOLS = "test_pools_of_the_models_are_those_of_adaptive_max_pool2d"
 mutant("resnet9: --deterministic refuses its pool", "task", "F.max_pool2d(features, features.shape[-2:])",
        "F.adaptive_max_pool2d(features, 1)", POOLS)
 mutant("digitnet: no image of two pixels", "task", "[max(2, side) for side", "[side for side", POOLS)
-mutant("digitnet: the middle row is left out", "task", "[math.ceil(n / 2) for n in sides]", "[n // 2 for n in sides]", POOLS)
+mutant("digitnet: the middle row is left out", "task", "[(n + 1) // 2 for n in sides]", "[n // 2 for n in sides]", POOLS)
