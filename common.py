@@ -430,7 +430,7 @@ def build_scheduler(
 
 
 class StepGuard:
-    """Skips a step if the norm of its gradient is NaN or infinite, at every precision; counts it.
+    """Skips and counts a step if the norm of its gradient is NaN or infinite, at every precision.
 
     Call it like torch's GradScaler, which is at work inside with --amp fp16 alone. The check comes
     after the all-reduce, so all ranks skip the same steps. A skipped step changes no BatchNorm
@@ -546,7 +546,7 @@ class WeightAverage(AveragedModel):
             self.update_parameters(net)
 
     def after_epoch(self, net: nn.Module, epoch: int) -> None:
-        """Call it at the end of `epoch`, from 0; a second call for the same epoch does nothing."""
+        """Call it at the end of `epoch`, counted from 0. A second call for it does nothing."""
         due = sum(done <= epoch + 1 for done in self.epochs)
         if self.kind == "swa" and self.n_averaged < due:
             self.update_parameters(net)

@@ -153,7 +153,7 @@ class KeyedDataset(Dataset):
 
     The generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
     class of data sets with `whole_batches = True` also returns a ready batch from `__getitems__`.
-    It must draw with keyed_uniform and sample_key, which work behind a wrapper too, as Subset is.
+    It must draw with keyed_uniform and sample_key, which also work behind a wrapper like Subset.
 
     A sample that raises OSError ends the run; with `skip_corrupt` the next readable one takes its
     place.

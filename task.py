@@ -20,9 +20,8 @@ the samples of a batch would depend on the cut. A task may also have:
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
 dataset_metrics(outputs)                 {name: float}: metrics that are no mean over samples, as
-                                         AP. `outputs` has the lists of per_sample_metrics, a value
-                                         per sample of the evaluation set, in its order; on rank 0's
-                                         CPU
+                                         AP. `outputs` has the lists of per_sample_metrics, with a
+                                         value per sample of the set, in its order, on rank 0's CPU
 train_metrics(outputs, targets)          the metrics of the training log; without this function
                                          the log has the loss alone, and no step computes more
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself

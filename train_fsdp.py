@@ -29,7 +29,7 @@ def train_one_epoch(
     common.train_mode(model)
     for batch in run.batches(loader):  # on the device; begins at this epoch and step
         for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
-            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # one reduce-scatter a step
+            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter per step
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
@@ -62,7 +62,7 @@ def evaluate(
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
             meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
-    join_forwards(model, loader, device, args.amp)  # a rank may have one batch less
+    join_forwards(model, loader, device, args.amp)  # forwards need all ranks; one may lack a batch
     return meter.mean(task.dataset_metrics)
 
 

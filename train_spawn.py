@@ -67,7 +67,7 @@ def evaluate(
 
 
 def worker(local_rank: int, args: Namespace, init_method: str) -> int:
-    """Be one rank: what follows stands in main of train_ddp.py."""
+    """Be one rank: the lines of main in train_ddp.py."""
     rank = args.node_rank * args.nproc + local_rank
     world_size = args.nnodes * args.nproc
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank

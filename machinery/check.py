@@ -39,7 +39,7 @@ def check_run(
     `net` is on the CPU. A forked child calls `check`, so that nothing of it is left here: no random
     number drawn, no state of the task, no thread.
     """
-    # Of run.sh, spawn and torchrun the first rank of a machine looks: they end all if it fails.
+    # Under run.sh, spawn and torchrun only the first rank of a machine looks: if it fails, all end.
     # Under srun each rank looks.
     launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if launched and os.environ.get("LOCAL_RANK", "0") != "0":
@@ -214,16 +214,16 @@ def check_agreement(
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
     per_node = keys(PER_NODE)
     given = {name: v for name, v in declared(args).items() if name not in per_node}
-    equal = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
-    equal |= {"the number of training samples": train_length}
+    must_agree = {f"--{name.replace('_', '-')}": value for name, value in given.items()}
+    must_agree |= {"the number of training samples": train_length}
     n = len(val_set)
-    equal |= {"the number of evaluation samples": n}
+    must_agree |= {"the number of evaluation samples": n}
     # Ranks that list files or classes in another order would train on other data.
     some = digest(fetch(args, val_set, [*range(0, n, math.ceil(n / 8))]))
-    equal |= {"the hash of some evaluation samples": some}
-    equal |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
+    must_agree |= {"the hash of some evaluation samples": some}
+    must_agree |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, equal)
+    dist.all_gather_object(ranks, must_agree)
     for name, (rank, theirs) in itertools.product(ranks[0], enumerate(ranks)):
         first, other = ranks[0][name], theirs.get(name, "unknown")
         if first != other:

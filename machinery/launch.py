@@ -80,8 +80,8 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     a code that a rank chose on purpose; a kill by a signal; a failure on several nodes; a lost
     rank; any other code.
     """
-    knows_cause = {*ended} - {None, 0, LOST, -signal.SIGABRT}
-    if nnodes > 1 or knows_cause:  # NCCL aborts a rank that lost another one: it is a lost rank
+    causes = {*ended} - {None, 0, LOST, -signal.SIGABRT}
+    if nnodes > 1 or causes:  # NCCL aborts a rank that lost another one: it is a lost rank
         ended = [LOST if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:

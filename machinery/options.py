@@ -19,8 +19,8 @@ from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 from machinery.tasks import blame, fresh, load_module
 
-# The traits of an option are bits. Without MAY_CHANGE it is fixed when a run is resumed, without
-# PER_NODE it is the same on all nodes.
+# Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
+# An option without PER_NODE has one value on all nodes.
 FIXED = 0
 MAY_CHANGE = 1  # when a run is resumed
 PER_NODE = 2  # may differ between the nodes of a run
@@ -151,7 +151,7 @@ group("optimization")
 option("--accum-steps", positive, "N", 1, FIXED,
        "micro-batches per optimizer step; each is cut among the devices")
 option("--eval-batch-size", positive, "N", None, FIXED,
-       "largest number of samples per forward in evaluation; never above an eighth of the set "
+       "samples per forward in evaluation, at most an eighth of the set, rounded up "
        "(default: a micro-batch, at most 128)")
 option("--optimizer", list(OPTIMIZERS), None, "sgd", EVALUATED, "update rule")
 option("--momentum", share, "X", 0.9, FIXED, "of sgd; the first beta of adamw")

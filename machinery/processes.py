@@ -43,7 +43,7 @@ LOST_CONNECTION = re.compile(
 # Exit codes of a rank, which machinery/launch.py reads and makes 1.
 FAILED, LOST = 4, 5  # it failed and printed why; another rank went away
 GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
-REPEATED = 30  # seconds that another rank waits with an error that the first rank prints too
+REPEATED = 30  # seconds that the other ranks wait before they print the first rank's error too
 WRITER = "checkpoint"  # begins the name of the thread that writes one
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
@@ -51,7 +51,14 @@ RENDEZVOUS_HINT = (
     "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
 )
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
-at_end = contextlib.ExitStack()  # puts back what a run has changed, if it is registered here
+at_end = contextlib.ExitStack()  # puts back, at the end of a run, what was registered here
+SETTINGS = [  # what a run may change in its process: how to read it, how to put it back
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+]
 
 
 class Stopped(Exception):
@@ -67,30 +74,6 @@ def error_on_all(message: str) -> Exception:
     return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
 
 
-def put_back_variables(variables: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(variables)
-
-
-SETTINGS = [  # what a run may change in its process: how to read it, how to put it back
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-    (torch.get_rng_state, torch.set_rng_state),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (
-        torch.get_deterministic_debug_mode,  # 1 warns, 2 raises
-        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
-    ),
-    (lambda: cudnn.benchmark, functools.partial(setattr, cudnn, "benchmark")),
-    (
-        functools.partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()),
-        functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK),
-    ),
-    (lambda: dict(os.environ), put_back_variables),  # last: torch sets variables too
-]
-
-
 def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     """Decorate a script's main: a notebook or a service that calls it is as before afterwards."""
 
@@ -98,6 +81,10 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     def wrapper(*arguments: Any, **options: Any) -> int:
         if _is_program:
             return main(*arguments, **options)
+        environment, benchmark = dict(os.environ), cudnn.benchmark
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        strict = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         before = [(put_back, read()) for read, put_back in SETTINGS]
         try:
             with warnings.catch_warnings():
@@ -105,8 +92,13 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         finally:
             wait_for_writer()
             at_end.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            cudnn.benchmark = benchmark
+            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
             for put_back, value in before:
                 put_back(value)
+            os.environ.clear()  # last: torch sets variables too
+            os.environ.update(environment)
 
     return wrapper
 
@@ -218,8 +210,8 @@ def fail(error: BaseException) -> int:
     """Report what a rank raised, and end the process so that its launcher blames the right rank.
 
     Under run.sh and spawn the exit code tells the launcher: LOST, in silence, if another rank went
-    away, else FAILED. Torchrun blames the rank that ends first: one that has lost another rank
-    takes Python's slow way out.
+    away, else FAILED. Torchrun blames the rank that ends first. So a rank that has lost another one
+    returns, which takes longer than `leave`.
     """
     words, meaning = f"{type(error).__name__}: {error}", ""
     calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]

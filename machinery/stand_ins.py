@@ -1,4 +1,4 @@
-"""The replicas of train_dp.py, and SyncBatchNorm for the CPU, where torch has neither.
+"""The replicas of train_dp.py, and SyncBatchNorm for the CPU, where torch has none.
 
 With them the tests prove all modes on any machine.
 """

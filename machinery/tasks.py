@@ -116,7 +116,7 @@ def load_module(path: Path) -> ModuleType:
         if folder not in sys.path:
             sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
         beside = folder == str(Path(__file__).resolve().parent.parent)
-        name = path.stem if beside else f"task_{path.stem}"  # no other module has this name
+        name = path.stem if beside else f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         seed_generators(0)  # what the file draws at its top is the same on every rank

@@ -53,6 +53,12 @@ def marked(mark: str) -> list[int]:
     )
 
 
+def treats(pid: int, number: int, how: str) -> bool:
+    """Return whether the process catches (SigCgt) or ignores (SigIgn) a signal; see man 5 proc."""
+    mask = re.search(rf"{how}:\s*(\w+)", read(pid, "status"))
+    return bool(mask) and bool(int(mask[1], 16) & 1 << number - 1)
+
+
 def without_gloo(output: str) -> str:
     """Leave out the line that gloo prints on every rank in some versions of torch, 2.8 among them."""
     return re.sub(

@@ -7,7 +7,6 @@ import functools
 import json
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import signal
@@ -22,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ROOT, deviation, in_group, order_of, single_run, train, undisturbed
+from launches import treats
 from patches import BASE, after_step, in_process, print_batches, printed, stop_after, without_speed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -140,9 +140,7 @@ def kill_own_group():
         ["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True
     )  # from outside: its parent may end a worker
     for worker in multiprocessing.active_children():
-        status = Path(f"/proc/{worker.pid}/status").read_text()
-        ignored = int(re.search(r"SigIgn:\s*(\w+)", status)[1], 16)
-        if not ignored >> signal.SIGTERM - 1 & 1:  # it dies of the signal, for the loader to find
+        if not treats(worker.pid, signal.SIGTERM, "SigIgn"):  # it dies, for the loader to find
             os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
 

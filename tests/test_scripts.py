@@ -17,7 +17,7 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.options
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
-OWN_LINES = 4716
+OWN_LINES = 4707  # of the project's own Python: tests/ and tools/ are beside it
 PARTS = ("train_*.py", "task.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import in_group, train
-from launches import ROOT, TASKS, Launch, listening, read
+from launches import ROOT, TASKS, Launch, listening, read, treats
 from patches import (
     BASE,
     Patches,
@@ -110,11 +110,6 @@ def test_signal_to_one_rank_stops_all_ranks_at_the_same_step(tmp_path):
         assert "restart" not in launch.errors().lower(), "a stop that was asked for is no failure"
 
 
-def catches(pid, number):
-    mask = re.search(r"SigCgt:\s*(\w+)", read(pid, "status"))
-    return bool(mask) and bool(int(mask[1], 16) & 1 << number - 1)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "send"),
@@ -127,7 +122,9 @@ def catches(pid, number):
 def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, send, tmp_path):
     """A Python that has just begun knows no handler of ours; and what it was told must not be forgotten."""
     with Launch(LAUNCHES[mode], tmp_path) as launch:
-        launch.wait_until(lambda: any(catches(pid, signal.SIGINT) for pid in launch.ranks()))
+        launch.wait_until(
+            lambda: any(treats(pid, signal.SIGINT, "SigCgt") for pid in launch.ranks())
+        )
         send(launch.process.pid, signal.SIGINT)
         assert launch.end() == 130, launch.errors()
         assert launch.errors().rstrip().endswith("stopped by SIGINT with nothing to save")

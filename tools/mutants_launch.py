@@ -288,15 +288,15 @@ for name, old, new in (
     ("nothing is put back", "            at_end.close()\n", ""),
     ("handlers stay", "at_end.callback(signal.signal, number,", "str("),
     ("a thread sets handlers", "if threading.current_thread() is not threading.main_thread():", "if False:"),
-    ("variables stay", "    os.environ.clear()\n    os.environ.update(variables)\n", "    pass\n"),
-    ("new variables stay", "    os.environ.clear()\n", ""),
-    ("signals that were blocked come through", "(signal.pthread_sigmask, signal.SIG_SETMASK)", "(signal.pthread_sigmask, signal.SIG_UNBLOCK)"),
+    ("variables stay", "            os.environ.clear()\n            os.environ.update(environment)\n", ""),
+    ("new variables stay", "            os.environ.clear()\n", ""),
+    ("signals that were blocked come through", "            signal.pthread_sigmask(signal.SIG_SETMASK, mask)\n", ""),
     ("nothing of the settings is put back", "                put_back(value)\n", "                pass\n"),
     ("threads stay", "    (torch.get_num_threads, torch.set_num_threads),\n", ""),
-    ("deterministic kernels stay", "lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)", "str"),
-    ("deterministic kernels come back strict", "(mode > 0, warn_only=mode == 1)", "(mode > 0)"),
+    ("deterministic kernels stay", "            torch.use_deterministic_algorithms(strict, warn_only=warn_only)\n", ""),
+    ("deterministic kernels come back strict", "(strict, warn_only=warn_only)", "(strict)"),
     ("TF32 stays", "(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)", "(random.getstate, random.setstate)"),
-    ("benchmark stays", '    (lambda: cudnn.benchmark, functools.partial(setattr, cudnn, "benchmark")),\n', ""),
+    ("benchmark stays", "            cudnn.benchmark = benchmark\n", ""),
     ("Python's generator stays seeded", "    (random.getstate, random.setstate),\n", ""),
     ("numpy's generator stays seeded", "    (np.random.get_state, np.random.set_state),\n", ""),
     ("torch's generator stays seeded", "    (torch.get_rng_state, torch.set_rng_state),\n", ""),
@@ -322,11 +322,11 @@ mutant("run.sh: tests see the accelerators", "run.sh", '|| export CUDA_VISIBLE_D
        "test_what_proves_the_code_sees_no_accelerator")
 mutant("run.sh: tests marked gpu see no accelerator", "run.sh", '[[ " $* " == *" -m gpu"* ]] || export', "export",
        "test_what_proves_the_code_sees_no_accelerator")
-mutant("launch: a rank that NCCL aborts is blamed", "machinery/launch", "if nnodes > 1 or knows_cause:", "if nnodes > 99 and knows_cause:",
+mutant("launch: a rank that NCCL aborts is blamed", "machinery/launch", "if nnodes > 1 or causes:", "if nnodes > 99 and causes:",
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("launch: an abort is never the cause", "machinery/launch", "{None, 0, LOST, -signal.SIGABRT}", "{None, 0, -signal.SIGABRT}",
        "test_rank_that_nccl_aborts_is_not_the_cause")
-mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or knows_cause:", "if knows_cause:",
+mutant("launch: NCCL's abort on several nodes", "machinery/launch", "if nnodes > 1 or causes:", "if causes:",
        "test_rank_that_nccl_aborts_is_not_the_cause")
 mutant("devices: convolutions use TF32", "machinery/processes", "            cudnn.allow_tf32 = False\n", "            pass\n",
        "test_deterministic_convolutions_do_not_use_tf32")

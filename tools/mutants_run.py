@@ -72,7 +72,7 @@ mutant("nodes: evaluation sets are not compared", "machinery/check",
        "    n = len(val_set)\n", "    n, val_set = 1, [(torch.ones(1), torch.ones(1))]\n",
        f"{TOLD}[evaluation set]")
 mutant("nodes: orders of evaluation sets are not compared", "machinery/check",
-       '    equal |= {"the hash of some evaluation samples": some}\n', "", f"{TOLD}[order]")
+       '    must_agree |= {"the hash of some evaluation samples": some}\n', "", f"{TOLD}[order]")
 mutant("nodes: code is not compared", "machinery/check", "path.read_bytes() for path in files",
        'b"" for path in files', f"{TOLD}[code]")
 mutant("nodes: only one rank finds the difference", "machinery/check", 'raise error_on_all(f"{name} is',
