@@ -28,10 +28,9 @@ import torch.distributed as dist
 # default arguments keeps that group for ever.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 MAX_SKIPPED_IN_A_ROW = 10
-FORMAT = 2  # of a checkpoint; a new number when an earlier one would be resumed wrongly
+FORMAT = 3  # of a checkpoint; a new number when an earlier one would be resumed wrongly
 KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "log", "config", "samples"}
 KEYS |= {"classes", "epoch", "step", "global_step", "best"}
 
@@ -107,53 +106,45 @@ def sync_buffers(net: nn.Module) -> None:
         )
 
 
-def settle_buckets(model: nn.Module, loss: Callable[..., Tensor], loader: Any, amp: str) -> None:
+class InReverse(nn.Module):
+    """Stand in for a network in one backward: its last parameter gets a gradient first."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+    def forward(self) -> Tensor:
+        total = torch.zeros((), device=self.trained[0].device)
+        for parameter in self.trained:
+            total = total + parameter.sum() * 0
+        return total
+
+
+def settle_buckets(model: nn.Module) -> None:
     """Let DDP sort its gradient buckets now, so that a resumed run sorts them as a new run does.
 
     DDP sorts them once, in the order in which the first backward finishes. The last bit of a sum
-    over three or more ranks depends on the place of a gradient in its bucket. This backward is
-    run for its order alone: all that it may change in the network is put back.
+    over three or more ranks depends on the place of a gradient in its bucket. This backward gives
+    every parameter a gradient of zero, the last parameter first. It does not run the network.
     """
-    net, device = model.module, next(model.parameters()).device
-    state = copy.deepcopy(net.state_dict())
-    buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}  # `state` lacks some
-    epoch, indices = 0, [0, 0]  # BatchNorm needs two samples
-    inputs, targets = to_device(loader.dataset.__getitems__((epoch, indices)), device)
-    train_mode(model)
-    with autocast(device, amp):
-        losses = loss(model(inputs), targets)
-    losses.sum().backward()
+    net = model.module
+    model.module = InReverse(net)
+    try:
+        model().backward()
+    finally:
+        model.module = net
     model.zero_grad(set_to_none=True)
-    net.load_state_dict(state)
-    for name, before in buffers.items():  # the forward may have put another tensor there
-        net.get_buffer(name).copy_(before)
 
 
-def compress_gradients(model: nn.Module, method: str, scaler: StepGuard) -> None:
-    """Register torch's communication hook for bf16, fp16 or powersgd; "none" does nothing."""
+def compress_gradients(model: nn.Module, method: str) -> None:
+    """Register torch's communication hook for bf16 or fp16; "none" does nothing."""
     if method == "none":
         return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    if method != "powersgd":
-        compress = getattr(default_hooks, f"{method}_compress_hook")
-        # Under its own name torch refuses bf16 where torch has no CUDA; gloo can do it.
-        model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
-        return
-
-    def hook(state, bucket):  # torch refuses annotations that are strings
-        if bucket.index() == 0 and scaler.in_a_row > 0:
-            # The last step was skipped. Its NaN would stay in the error feedback for ever. To
-            # read the count is to wait for the device: PowerSGD is for links that are slower.
-            for memory in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-                memory.clear()
-        future = powerSGD_hook.powerSGD_hook(state, bucket)
-        if bucket.buffer().device.type == "cpu":  # NCCL keeps the order by itself
-            future.wait()  # gloo would start the all-reduces of two buckets in any order
-        return future
-
-    options = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 10}
-    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **options), hook)
+    compress = getattr(default_hooks, f"{method}_compress_hook")
+    # Under its own name torch refuses bf16 where torch has no CUDA; gloo can do it.
+    model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
 
 
 # ---------------------------------------------------------------------------------------- batches
@@ -249,42 +240,46 @@ def read_tensors(path: str | Path, option: str) -> Any:
         raise UsageError(f"{option} {path}: {problem}") from error
 
 
-def became_non_finite(value: Tensor, before: Tensor | None) -> bool:
-    """Return whether `value` holds a NaN or an infinity where `before` holds another value.
-
-    A model may hold such values by design, such as an infinite mask. `before` has the same shape;
-    without it, every NaN and every infinity counts.
-    """
+def has_non_finite(value: Tensor) -> bool:
+    """Return whether the tensor holds a NaN or an infinity."""
     # If the sum is finite, so is every term. A sum is ten times as fast as a test of each term.
-    if not value.is_floating_point() or value.sum().isfinite() or value.isfinite().all():
-        return False
-    if before is None:
-        return True
-    before = before.to(value.device)
-    return not (value.isfinite() | (value == before) | (value.isnan() & before.isnan())).all()
+    return value.is_floating_point() and not (value.sum().isfinite() or value.isfinite().all())
+
+
+# Under these names files hold weights. The first one found is taken: of an average, which is what
+# was evaluated, before the weights of the last step.
+PARTS = ["average", "ema", "model_ema", "state_dict_ema", "ema_state_dict"]
+PARTS += ["weights", "model_state_dict", "model", "state_dict"]
+
+
+def find_weights(content: Any, source: str) -> dict[str, Any]:
+    """Return the state dict in what a file holds, and print which part was taken and left."""
+    content = content if isinstance(content, dict) else {}
+
+    def is_state(value: Any) -> bool:
+        values = value.values() if isinstance(value, dict) else ()
+        return any(isinstance(item, (Tensor, dict)) for item in values)
+
+    found = [part for part in PARTS if is_state(content.get(part))]
+    if not found:
+        return content
+    left = f"; not used: {', '.join(found[1:])}" if found[1:] else ""
+    print0(f"weights: {found[0]} of {source}{left}")
+    return find_weights(content[found[0]], source)
 
 
 def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     """Load every tensor whose name and shape fit, and print the names of the rest.
 
-    `weights` is a state dict or a checkpoint that holds one. If it holds an average of the
-    weights, that is loaded: it is what was evaluated. Raises UsageError if nothing fits.
+    `weights` is a state dict, or a checkpoint that holds one. Raises UsageError if nothing fits.
     """
+    weights = {str(name): value for name, value in find_weights(weights, source).items()}
     own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
-    weights = weights if isinstance(weights, dict) else {}
-    average = weights.get("average")
-    if isinstance(average, dict) and average.get("n_averaged", 0) > 0:
-        weights = {name: value for name, value in average.items() if name != "n_averaged"}
-    for part in ("ema", "weights", "model_state_dict", "model", "state_dict"):
-        inner = weights.get(part)
-        if isinstance(inner, dict) and any(isinstance(v, (Tensor, dict)) for v in inner.values()):
-            weights = inner
 
     def plain(name: str) -> str:  # DDP and compile add to names, also of a part of the model
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
     names = {plain(name): name for name in own}
-    weights = {str(name): value for name, value in weights.items()}
     given = {names.get(plain(n), n): value for n, value in weights.items() if n not in own}
     given |= {name: value for name, value in weights.items() if name in own}
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
@@ -292,7 +287,8 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     if not fits:
         examples = ", ".join(list(own)[:5])
         raise UsageError(f"{source}: no tensor fits the model, whose tensors are {examples}, ...")
-    bad = [n for n, value in fits.items() if became_non_finite(value.to(own[n].dtype), own[n])]
+    parameters = {name for name, _ in net.named_parameters()}  # a buffer may be an infinite mask
+    bad = [n for n, v in fits.items() if n in parameters and has_non_finite(v.to(own[n].dtype))]
     if bad:
         raise UsageError(f"{source}: {', '.join(bad[:5])} is not finite")
     loaded = net.state_dict()  # it has the version of each module, and some modules ask for that
@@ -356,7 +352,7 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
 # It returns the learning rate divided by its peak, at a global step from `start`, the end of the
 # warm-up, to `end`, the end of the run. `low` is --final-lr: the last rate divided by the peak.
 # If the function reads `marks`, which is --step-epochs in steps, name it in USE_MARKS too; `low`
-# is then --step-gamma. If it also repeats itself, name it in CYCLES instead, which SWA reads.
+# is then --step-gamma.
 
 
 def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
@@ -387,8 +383,7 @@ def sawtooth(step: int, start: int, end: int, marks: list[int], low: float) -> f
     return 1 - (1 - low) * share_of_cycle(step, start, end, marks)
 
 
-CYCLES = ["cyclic", "sawtooth"]
-USE_MARKS = ["step", *CYCLES]  # the others refuse --step-epochs
+USE_MARKS = ["step", "cyclic", "sawtooth"]  # the others refuse --step-epochs
 SCHEDULES = {"constant": constant, "cosine": cosine, "step": multi_step, "cyclic": cyclic}
 SCHEDULES |= {"sawtooth": sawtooth}
 
@@ -462,8 +457,7 @@ class StepGuard:
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
         # With sharded gradients each rank has only the norm of its own part here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        # If a gradient is NaN or Inf, so is the norm; times 0 both give NaN, which is not 0.
-        self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped
+        self.bad = (~self.norm.isfinite()).float()  # 1 if the step must be skipped
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.defaults.get("fused"):  # it looks at `found_inf` by itself, on the device
@@ -507,56 +501,37 @@ def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
 
 
 class NoAverage(nn.Module):
-    """Stands in place of an average where none is wanted: a module without a state."""
+    """Stand in for an average where none is wanted: a module without a state."""
 
     n_averaged = 0
 
     def after_step(self, net: nn.Module) -> None:
         pass
 
-    def after_epoch(self, net: nn.Module, epoch: int) -> None:
-        pass
 
+class WeightAverage(nn.Module):
+    """An exponential average, over steps, of the parameters and of BatchNorm's statistics.
 
-class WeightAverage(AveragedModel):
-    """An average of the parameters; every buffer that is not averaged is a copy.
-
-    kind "ema": exponential over steps, decay 0.99, also of BatchNorm's statistics.
-    kind "swa": mean of the weights at the ends of these `epochs`, from 1; see update_bn.
-
-    `use_buffers` of torch's class would average all buffers: an infinite mask would become NaN,
-    and a large integer would be rounded.
+    The average is `module`, a network like `net`. All other buffers in it are copies: the mean of
+    an infinite mask would be NaN, and the mean of a large integer would be rounded.
     """
 
-    def __init__(self, kind: str, net: nn.Module, epochs: list[int], decay: float = 0.99) -> None:
-        super().__init__(net)
-        self.kind, self.epochs, self.decay = kind, epochs, decay
-        ids = {id(p) for p in self.parameters() if p.is_floating_point() or p.is_complex()}
-        for norm in batch_norms(self.module) if kind == "ema" else ():
+    def __init__(self, net: nn.Module, decay: float = 0.99) -> None:
+        super().__init__()
+        self.module, self.decay = copy.deepcopy(net), decay
+        self.n_averaged = 0  # steps so far
+        ids = {id(p) for p in self.module.parameters() if p.is_floating_point()}
+        for norm in batch_norms(self.module):
             ids |= {id(norm.running_mean), id(norm.running_var)}
         tensors = [*self.module.parameters(), *self.module.buffers()]
         self.is_averaged = [id(value) in ids for value in tensors]  # the others are copied
-        parameters = enumerate(self.module.parameters())
-        self.infinite = [i for i, parameter in parameters if became_non_finite(parameter, None)]
         modules, default = self.module.named_modules(), nn.Module.get_extra_state
         self.extra = [name for name, m in modules if type(m).get_extra_state is not default]
 
-    def after_step(self, net: nn.Module) -> None:
-        if self.kind == "ema":
-            self.update_parameters(net)
-
-    def after_epoch(self, net: nn.Module, epoch: int) -> None:
-        """Call it at the end of `epoch`, counted from 0. A second call for it does nothing."""
-        due = sum(done <= epoch + 1 for done in self.epochs)
-        if self.kind == "swa" and self.n_averaged < due:
-            self.update_parameters(net)
-
     @torch.no_grad()
-    def update_parameters(self, net: nn.Module) -> None:
-        # torch's class would copy `n_averaged` to the device, and wait for that, in each step. On a
-        # GPU it would divide by the copy in float32, whatever the type of the parameters is.
-        n = int(self.n_averaged)
-        share = 1 - self.decay if self.kind == "ema" and n else 1 / (n + 1)  # of the new values
+    def after_step(self, net: nn.Module) -> None:
+        """Move the average towards the weights of `net`; the first step copies them."""
+        share = 1 - self.decay if self.n_averaged else 1.0  # of the new values
         averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
         groups: dict[Any, list] = {}
         for averaged, mine, new in zip(self.is_averaged, averages, values, strict=True):
@@ -568,8 +543,6 @@ class WeightAverage(AveragedModel):
             else:
                 torch._foreach_copy_(mine, new)
         self.n_averaged += 1
-        for i in self.infinite:  # by design: the mean of two infinities would be NaN
-            averages[i].copy_(torch.where(values[i].isfinite(), averages[i], values[i]))
         for name in self.extra:
             state = net.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
@@ -583,68 +556,13 @@ class WeightAverage(AveragedModel):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` has returned."""
         state = copy.copy(state)
-        self.n_averaged.fill_(state.pop("n_averaged"))
+        self.n_averaged = int(state.pop("n_averaged"))
         self.module.load_state_dict(state)
 
 
-def swa_epochs(
-    swa_start: float,
-    schedule: str,
-    epochs: int,
-    warmup_epochs: float = 0,
-    step_epochs: Iterable[int] = (),
-    **_: Any,
-) -> list[int]:
-    """Return after which epochs, from 1, SWA averages: after the share `swa_start` of the run.
-
-    With cycles of the learning rate it averages where the rate is lowest: where a cycle ends.
-    """
-    found = range(math.floor(epochs * swa_start + 1e-9) + 1, epochs + 1)
-    if schedule not in CYCLES:
-        return [*found]
-    cycle = next(iter(step_epochs), max(1, epochs - warmup_epochs))
-
-    def ends_cycle(epoch: int) -> bool:  # at least one cycle, and no part of one, lies behind it
-        cycles = (epoch - warmup_epochs) / cycle
-        return cycles > 0.5 and abs(cycles - round(cycles)) < 1e-9
-
-    return [epoch for epoch in found if ends_cycle(epoch)]
-
-
-def build_average(
-    kind: str, net: nn.Module, swa_start: float, **schedule: Any
-) -> WeightAverage | NoAverage:
-    """Return the average for "none", "ema" or "swa"; `schedule` as in lr_factor."""
-    if kind == "none":
-        return NoAverage()
-    return WeightAverage(kind, net, swa_epochs(swa_start, **schedule))
-
-
-@torch.no_grad()
-def update_bn(model: nn.Module, inputs: Iterable[Any], context: torch.autocast) -> None:
-    """Recompute BatchNorm's statistics as their mean over the given inputs.
-
-    Averaged weights (SWA) need it: no network ever ran with them in training mode. An input
-    whose statistics are not finite is left out, as a skipped step is in training.
-    """
-    train_mode(model)
-    norms = [norm for norm in batch_norms(model) if norm.training and norm.track_running_stats]
-    if not norms:
-        return
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # a mean over all inputs
-    buffers = [buffer for norm in norms for buffer in norm.buffers()]
-    for value in inputs:
-        before = [buffer.clone() for buffer in buffers]
-        with context:
-            model(value)
-        finite = torch.stack([buffer.isfinite().all() for buffer in buffers]).all()
-        for buffer, old in zip(buffers, before):
-            buffer.copy_(torch.where(finite, buffer, old))
-    for norm, momentum in zip(norms, momenta):
-        norm.momentum = momentum
+def build_average(kind: str, net: nn.Module) -> WeightAverage | NoAverage:
+    """Return the average for "none" or "ema"."""
+    return WeightAverage(net) if kind == "ema" else NoAverage()
 
 
 # ----------------------------------------------------------------------------------------- meters

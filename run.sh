@@ -3,7 +3,7 @@
 #                                    speed; test (options go to pytest), equivalence, mutants, faults and fuzz prove
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
-# Several machines: bash run.sh ddp N --nnodes 2 --node-rank 0|1 --master-addr ADDRESS OF THE FIRST [--master-port PORT]
+# Several machines: torchrun or srun, see docs/multinode.md
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
 set -euo pipefail && trap 'exit 130' INT # which bash would forget if what it waits for ends well
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")") # the project, also if run.sh is called by a link to it

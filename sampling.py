@@ -65,13 +65,8 @@ class GlobalBatchSampler(Sampler):
             problem = f"cannot be cut into {world_size} ranks x {accum_steps} micro-batches"
             raise UsageError(f"--batch-size {batch_size} {problem}; it must be at least {least}")
         self.steps_per_epoch = length // batch_size
+        self.classes = class_numbers(dataset) if balanced else None
         self.set_position(0, 0)
-        self.balanced = balanced
-        if balanced:
-            classes = class_numbers(dataset)
-            self.by_class = classes.argsort(kind="stable")
-            self.sizes = np.bincount(classes).astype(np.uint64)
-            self.ends = self.sizes.cumsum()  # of each class in by_class
 
     def set_position(self, epoch: int, step: int) -> None:
         self.epoch, self.steps = epoch, range(step, self.steps_per_epoch)
@@ -80,19 +75,28 @@ class GlobalBatchSampler(Sampler):
         return len(self.steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        order = epoch_order(self.length, self.seed, self.epoch, self.classes)
         for step in self.steps:
-            batch = torch.arange(step * self.batch_size, (step + 1) * self.batch_size)
-            micro_batches = batch.tensor_split(self.accum_steps)
-            slices = [m.tensor_split(self.world_size)[self.rank] for m in micro_batches]
-            yield self.epoch, self._order(torch.cat(slices).numpy()).tolist()  # to KeyedDataset
+            batch = order[step * self.batch_size : (step + 1) * self.batch_size]
+            micro_batches = np.array_split(batch, self.accum_steps)
+            slices = [np.array_split(m, self.world_size)[self.rank] for m in micro_batches]
+            yield self.epoch, np.concatenate(slices).tolist()  # to KeyedDataset
 
-    def _order(self, positions: np.ndarray) -> np.ndarray:
-        order_key = splitmix64(self.seed, self.epoch, -1)  # -1: seed_rng never has this key
-        if not self.balanced:
-            return permuted(positions, self.length, order_key)
-        drawn = splitmix64(order_key, positions.astype(np.uint64), 0) % len(self.sizes)
-        member = splitmix64(order_key, positions.astype(np.uint64), 1) % self.sizes[drawn]
-        return self.by_class[self.ends[drawn] - 1 - member]
+
+def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) -> np.ndarray:
+    """Return int64 [length]: the samples of an epoch in the order in which they are trained on.
+
+    With `classes`, the class of each sample, each class is drawn equally often on average. numpy
+    has frozen the stream of RandomState: every version draws the same.
+    """
+    key = splitmix64(seed, epoch, -1)  # -1: seed_rng never has this key
+    generator = np.random.RandomState([key >> 32, key % 2**32])
+    if classes is None:
+        return generator.permutation(length)
+    by_class, sizes = classes.argsort(kind="stable"), np.bincount(classes)
+    drawn = generator.randint(len(sizes), size=length)
+    member = (generator.random_sample(length) * sizes[drawn]).astype(np.int64)
+    return by_class[(sizes.cumsum() - sizes)[drawn] + member]
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:
@@ -249,8 +253,6 @@ def _kill(processes: list[multiprocessing.Process]) -> None:
 
 # ----------------------------------------------------------------------------------- random numbers
 
-MIX, MIDDLE = np.uint64(0xBF58476D1CE4E5B9), np.uint64(32)  # for permuted
-
 
 def splitmix64(*parts: Any) -> Any:
     """Hash whole numbers (Python ints, or uint64 arrays) into 64 random bits.
@@ -264,36 +266,6 @@ def splitmix64(*parts: Any) -> Any:
         bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
         bits = bits ^ (bits >> 31)
     return bits
-
-
-def permuted(positions: np.ndarray, length: int, key: int) -> np.ndarray:
-    """Return int64 [n]: the samples at these positions of a random order of range(length).
-
-    The order is never built: the time grows with n. A Feistel network (M. Luby, C. Rackoff: How
-    to construct pseudorandom permutations, 1988) shuffles a grid. What lands beyond `length` is
-    shuffled again (J. Black, P. Rogaway: Ciphers with arbitrary finite domains, 2002).
-    """
-    if length <= 1024:  # a small grid would need more rounds; to sort hashes is faster
-        return splitmix64(key, np.arange(length, dtype=np.uint64)).argsort()[positions]
-    rows, columns, round_keys = _grid(length, key)
-    left, right = np.divmod(positions.astype(np.uint64), columns)
-    for round_key in round_keys:  # each moves `left` by a hash of `right`, and swaps the two
-        bits = (right + round_key) * MIX
-        left, right = right, (left + (bits * bits >> MIDDLE)) % rows
-        rows, columns = columns, rows
-    samples = (left * columns + right).astype(np.int64)
-    beyond = samples >= length
-    if beyond.any():
-        samples[beyond] = permuted(samples[beyond], length, key)
-    return samples
-
-
-@functools.lru_cache(maxsize=8)
-def _grid(length: int, key: int) -> tuple[int, int, list[np.uint64]]:
-    """Return rows, columns, of which few cells lie beyond `length`, and a key for each round."""
-    side = math.isqrt(length - 1) + 1
-    columns = min(range(side, side + min(32, side // 2)), key=lambda tried: -length % tried)
-    return -(-length // columns), columns, [np.uint64(splitmix64(key, i)) for i in range(6)]
 
 
 def keyed_uniform(indices: Any, draws: int) -> np.ndarray:

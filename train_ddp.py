@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import common
 from machinery.check import check_run
 from machinery.options import parse_args, schedule_of
-from machinery.processes import leaves_no_trace, run_main, set_up_device
+from machinery.processes import run_main, set_up_device
 from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
 from machinery.run import Run
 from machinery.stand_ins import convert_sync_batchnorm
@@ -66,7 +66,6 @@ def evaluate(
 
 
 @record  # torchrun shows the traceback of the rank that failed first
-@leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("ddp", argv)
     rank, local_rank, world_size = ranks_from_env()  # of torchrun, run.sh or srun
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
-    average = common.build_average(args.average, net, args.swa_start, **schedule)
+    average = common.build_average(args.average, net)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
@@ -101,21 +100,19 @@ def main(argv: list[str] | None = None) -> int:
     model = DistributedDataParallel(
         net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
     )  # averages the gradients of all ranks during the backward
-    common.compress_gradients(model, args.grad_compress, scaler)  # for slow links
-    common.settle_buckets(model, task.per_sample_loss, train_loader, args.amp)  # for exact resumes
+    common.compress_gradients(model, args.grad_compress)  # for slow links
+    common.settle_buckets(model)  # a resumed run sums gradients in the same order as a new one
     if args.compile:
         model.compile()
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
-        average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # net, or its average; SWA recomputes BatchNorm
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
+        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # or of the average
+        run.end_epoch(metrics)  # counts the epoch too
     if args.eval_only:
-        eval_model = run.eval_model(train_loader)
-        run.log.eval_line(evaluate(args, task, eval_model, val_loader, device))
+        run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()
     del model  # before the group, which DDP uses
     dist.destroy_process_group()  # all ranks are done

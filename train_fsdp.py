@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import common
 from machinery.check import check_run
 from machinery.options import parse_args, schedule_of
-from machinery.processes import leaves_no_trace, run_main, set_up_device
+from machinery.processes import run_main, set_up_device
 from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
 from machinery.run import Run
 from machinery.sharding import join_forwards, mesh_of_ranks, shard
@@ -67,7 +67,6 @@ def evaluate(
 
 
 @record  # torchrun shows the traceback of the rank that failed first
-@leaves_no_trace  # a notebook that calls main finds its process as it was before
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("fsdp", argv)
     rank, local_rank, world_size = ranks_from_env()  # of torchrun, run.sh or srun
@@ -90,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
     schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
-    average = common.build_average(args.average, net, args.swa_start, **schedule)
+    average = common.build_average(args.average, net)
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
     # module gathers its whole parameters. The optimizer comes later: it must hold the shards.
@@ -111,13 +110,11 @@ def main(argv: list[str] | None = None) -> int:
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
-        average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # net, or its average; SWA recomputes BatchNorm
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
+        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # or of the average
+        run.end_epoch(metrics)  # counts the epoch too
     if args.eval_only:
-        eval_model = run.eval_model(train_loader)
-        run.log.eval_line(evaluate(args, task, eval_model, val_loader, device))
+        run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()
     dist.destroy_process_group()  # all ranks are done
     return 0

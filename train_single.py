@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr)
-    average = common.build_average(args.average, net, args.swa_start, **schedule)
+    average = common.build_average(args.average, net)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
@@ -92,13 +92,11 @@ def main(argv: list[str] | None = None) -> int:
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        average.after_epoch(net, state.epoch)  # for --average swa
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        eval_model = run.eval_model(train_loader)  # net, or its average; SWA recomputes BatchNorm
-        run.end_epoch(evaluate(args, task, eval_model, val_loader, device))  # counts the epoch too
+        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # or of the average
+        run.end_epoch(metrics)  # counts the epoch too
     if args.eval_only:
-        eval_model = run.eval_model(train_loader)
-        run.log.eval_line(evaluate(args, task, eval_model, val_loader, device))
+        run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()
     return 0
 

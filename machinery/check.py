@@ -41,6 +41,8 @@ def check_run(
     """
     # Under run.sh, spawn and torchrun only the first rank of a machine looks: if it fails, all end.
     # Under srun each rank looks.
+    if not args.check:
+        return
     launched = {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
     if launched and os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -12,15 +11,12 @@ import sys
 import time
 import weakref
 from argparse import Namespace
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from common import UsageError, became_non_finite, load_checkpoint, save_checkpoint, swa_epochs
+from common import UsageError, has_non_finite, load_checkpoint, save_checkpoint
 from machinery.options import EVALUATED, MAY_CHANGE, TASK, declared, keys, refuse
-from machinery.processes import WRITER, at_end, attempt
+from machinery.processes import at_end, attempt
 
 # ------------------------------------------------------------------------- finding the checkpoint
 
@@ -63,7 +59,6 @@ def find_checkpoint(args: Namespace, samples: int) -> tuple[Path | None, dict[st
         config = config | {"best": args.best}  # no evaluation yet: --best may still change
     check_config(args, config, path)
     if not args.eval_only:
-        check_average(args, checkpoint, path)
         before = checkpoint["samples"]
         if before != samples:
             problem = f"the training set had {before} samples, and has {samples} now"
@@ -87,49 +82,19 @@ def check_config(args: Namespace, config: dict[str, Any], path: Path) -> None:
             raise UsageError(f"{option}: {path} was made with {then}; use that{other}")
 
 
-def check_average(args: Namespace, checkpoint: dict[str, Any], path: Path) -> None:
-    """Raise UsageError if SWA would average epochs whose weights are in no file.
-
-    It happens with more --epochs, when --swa-start of the new run has already passed.
-    """
-    if args.average != "swa":
-        return
-    done = checkpoint["epoch"] + (checkpoint["step"] == checkpoint["samples"] // args.batch_size)
-    found = int(checkpoint["average"]["n_averaged"])
-
-    def due(epochs: int) -> list[int]:  # what a run of so many epochs has averaged by now
-        schedule = vars(args) | {"epochs": epochs}
-        return [epoch for epoch in swa_epochs(**schedule) if epoch <= done]
-
-    wanted = due(args.epochs)
-    if len(wanted) in (0, found):  # none is due yet, or the file holds just these
-        return
-    enough = next(epochs for epochs in itertools.count(args.epochs) if not due(epochs))
-    begins = f"--average swa would begin in epoch {wanted[0]}"
-    holds = f"{path} holds the average of {found} of {done} epochs"
-    before = checkpoint["config"].get("epochs")
-    advice = f"use --epochs {before}, or at least {enough}"
-    raise UsageError(f"--epochs {args.epochs}: {begins}, but {holds}; {advice}")
-
-
 # ---------------------------------------------------------------------------------- writing files
 
 
 class RunFiles:
     """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
 
-    `checkpoint` is the one of --resume, or None. `built` is the state of the network as it was
-    built: a NaN or an infinity in it is intended. Raises UsageError if the run cannot go on.
+    `checkpoint` is the one of --resume, or None. Raises UsageError if the run cannot go on.
     """
 
-    def __init__(self, args: Namespace, samples: int, built: dict[str, Any]) -> None:
+    def __init__(self, args: Namespace, samples: int) -> None:
         self.directory = directory = output_directory(args)
         self.best_epoch: int | None = None  # of best.pt, counted from 1
         self.tensorboard = None
-        tensors = {name: value for name, value in built.items() if isinstance(value, Tensor)}
-        infinite = [name for name, value in tensors.items() if became_non_finite(value, None)]
-        self.by_design = {name: tensors[name] for name in infinite}
-        self.writing: Future | None = None  # the last save
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
         only_reads = args.eval_only and any(directory.glob("*.pt"))
@@ -197,8 +162,6 @@ class RunFiles:
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; NaN and Inf become null."""
-        if self.writing and self.writing.done():
-            self.writing.result()  # an error is raised now, and not an epoch later
         bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
         plain = line | dict.fromkeys(bad)
         self.log.write(json.dumps(plain) + "\n")
@@ -208,13 +171,14 @@ class RunFiles:
             self.tensorboard.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
 
     def write_checkpoint(self, checkpoint: dict[str, Any], names: tuple[str, ...]) -> str:
-        """Let a thread write the checkpoint under these names; nothing may change its tensors.
+        """Write the checkpoint under these names. Raises OSError if it cannot be written.
 
-        Return the tensors that became non-finite, if any: then the last good files stay.
+        Return the parameters that are not finite, if any: then the last good files stay.
         """
-        tensors = [*checkpoint["model"].items(), *checkpoint["average"].items()]  # same names
-        tensors = [(name, value) for name, value in tensors if isinstance(value, Tensor)]
-        bad = [name for name, v in tensors if became_non_finite(v, self.by_design.get(name))]
+        bad = []
+        for part in ("model", "average"):  # the average is {} if there is none
+            values = checkpoint[part]
+            bad += [n for n in self.parameters if n in values and has_non_finite(values[n])]
         if bad:
             problem = f"non-finite values in {', '.join(bad[:5])}"
             kept = "not saved, the last good checkpoint stays"
@@ -222,21 +186,10 @@ class RunFiles:
             return problem
         if "best.pt" in names:
             self.best_epoch = checkpoint["epoch"]
-        pool = ThreadPoolExecutor(1, WRITER)
-        self.writing = pool.submit(self._write, checkpoint, names)
-        pool.shutdown(wait=False)  # its thread ends with the write
-        return ""
-
-    def _write(self, checkpoint: dict[str, Any], names: tuple[str, ...]) -> None:
         os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
-
-    def wait(self) -> None:
-        """Wait until the last save is on the disk. Raises OSError if it could not be written."""
-        if self.writing:
-            self.writing.result()
+        return ""
 
     def close(self) -> None:
-        self.wait()
         if self.tensorboard:
             self.tensorboard.close()

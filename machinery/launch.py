@@ -30,12 +30,12 @@ import torch.multiprocessing as mp
 
 from machinery.files import output_directory
 from machinery.options import parse_args
-from machinery.processes import FAILED, GRACE, LOST, SIGNALS, handle_signals, run_main, tell
+from machinery.processes import FAILED, GRACE, SIGNALS, handle_signals, run_main, tell
 from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
 from machinery.tasks import blame
 from sampling import end_with_parent
 
-RESTARTS = 3  # after a failure, on one machine; between several nobody coordinates a restart
+RESTARTS = 3  # after a failure
 ON_PURPOSE = {2, 3, 130, 143}  # exit codes of a rank that has told why it ends
 
 
@@ -77,12 +77,10 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     """Return the exit code of the run, and the cause of a failure if no rank has told it.
 
     `ended` has the exit code of each rank; None: it had to be killed. The first of these decides:
-    a code that a rank chose on purpose; a kill by a signal; a failure on several nodes; a lost
-    rank; any other code.
+    a code that a rank chose on purpose; a kill by a signal; any other code.
     """
-    causes = {*ended} - {None, 0, LOST, -signal.SIGABRT}
-    if nnodes > 1 or causes:  # NCCL aborts a rank that lost another one: it is a lost rank
-        ended = [LOST if code == -signal.SIGABRT else code for code in ended]
+    if {*ended} - {None, 0, -signal.SIGABRT}:  # NCCL aborts a rank that has lost another one
+        ended = [FAILED if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
     if purpose := [code for code in failed if code in ON_PURPOSE]:
         return purpose[0], ""
@@ -91,13 +89,13 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
         if number in received:
             return 128 + number, f"stopped by {number.name} with nothing to save"
         return 1, f"process {killed[0]} was killed by {number.name}"
-    if nnodes > 1 and {LOST, FAILED} & set(failed):
+    if nnodes > 1 and failed:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"
-    if failed and set(failed) == {LOST}:
-        return 1, "a rank left before the end"
-    if untold := [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED, LOST)]:
+    if untold := [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED)]:
         return 1, f"process {untold[0]} left with exit code {ended[untold[0]]}"
+    if failed and 0 in ended:
+        return 1, "a rank left before the end"
     return int(bool(failed)), ""
 
 
@@ -120,17 +118,13 @@ def workers_meet_at(args: Namespace) -> Iterator[str]:
             with blame(option):  # a port above 65535
                 check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)
             use_interface_to(url.hostname)
-            tell_place(args, args.dist_url)
+            if args.nnodes > 1:
+                node = f"node {args.node_rank} of {args.nnodes}"
+                print(f"{node} meets the others at {args.dist_url}", flush=True)
             yield args.dist_url
         else:
             stay_on_this_machine()
             yield f"file://{directory}/ranks"
-
-
-def tell_place(args: Namespace, place: str) -> None:
-    if args.nnodes > 1:
-        node = f"node {args.node_rank} of {args.nnodes}"
-        print(f"{node} meets the others at {place}", flush=True)
 
 
 def run_worker(
@@ -156,7 +150,7 @@ def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
 # ------------------------------------------------------------------------- bash run.sh ddp|fsdp N
 
 
-def start(script: str, argv: list[str], devices: int, args: Namespace, attempt: int) -> list:
+def start(script: str, argv: list[str], devices: int, attempt: int) -> list:
     """Start one process per device, with the environment that torchrun would give it.
 
     Signals wait until `run_main` and `wait_for` listen: a Python that is starting would answer
@@ -166,17 +160,16 @@ def start(script: str, argv: list[str], devices: int, args: Namespace, attempt: 
     processes = []
     for local_rank in range(devices):
         ranks = {
-            "RANK": args.node_rank * devices + local_rank,
+            "RANK": local_rank,
             "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": args.nnodes * devices,
+            "WORLD_SIZE": devices,
             "LOCAL_WORLD_SIZE": devices,
-            "MASTER_ADDR": args.master_addr or "127.0.0.1",
-            "MASTER_PORT": args.master_port,
             "TORCHELASTIC_RESTART_COUNT": attempt,
         }
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         command = [sys.executable, str(ROOT / script), *argv]
-        processes.append(subprocess.Popen(command, env=environment))
+        # In a session of its own: Ctrl-C reaches this process alone, which hands it on.
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
     return processes
 
 
@@ -184,27 +177,23 @@ def main() -> int:
     mode, devices, argv = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     sys.argv[0] = script = f"train_{mode}.py"
     args = parse_args(mode, argv, devices)
-    option = f"--master-addr {args.master_addr}"
-    if args.nnodes > 1:
-        check_address(option, args.master_addr, args.master_port, args.node_rank, args.nnodes)
-    tell_place(args, f"{args.master_addr}:{args.master_port}")
     os.environ["LAUNCH_PID"] = str(os.getpid())
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     os.environ["TORCHELASTIC_RUN_ID"] = run_id  # names the output directory of all attempts
     last, received = output_directory(args) / "last.pt", []
     before = last.stat().st_mtime_ns if last.exists() else None
     with tempfile.TemporaryDirectory() as directory:
-        if args.nnodes == 1:  # meet in a file: nothing listens to the network
-            os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
-            stay_on_this_machine()
+        os.environ["LAUNCH_RENDEZVOUS_FILE"] = (
+            f"{directory}/ranks"  # nothing listens to the network
+        )
+        stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
-            processes = start(script, argv, devices, args, attempt)
-            code, cause = wait_for(processes, args.nnodes, received)
+            processes = start(script, argv, devices, attempt)
+            code, cause = wait_for(processes, 1, received)
             written = last.exists() and last.stat().st_mtime_ns != before
             # There must be a checkpoint of this run; without one the same would happen again.
             can_resume = written or (before and args.resume == "auto")
-            restart = can_resume and attempt < RESTARTS and args.nnodes == 1
-            if code != 1 or received or not restart:
+            if code != 1 or received or not can_resume or attempt == RESTARTS:
                 break
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
         tell(cause)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import CYCLES, OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, swa_epochs
+from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError
 from machinery.processes import Stopped, attempt, resolve_device_type
 from machinery.rendezvous import take_ranks_of_slurm
 from machinery.tasks import blame, fresh, load_module
@@ -67,9 +67,9 @@ def option(
     OPTIONS.append(Option(groups[-1], name, traits, modes, settings))
 
 
-def flag(name: str, traits: int, text: str) -> None:
+def flag(name: str, traits: int, text: str, default: bool = False) -> None:
     """Declare a switch with a negative form: --compile and --no-compile."""
-    settings = {"action": argparse.BooleanOptionalAction, "default": False, "help": text}
+    settings = {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
     OPTIONS.append(Option(groups[-1], name, traits, (), settings))
 
 
@@ -105,7 +105,6 @@ def like(pattern: str, wanted: str) -> Callable[[str], str]:
 positive, whole = number(int, 1), number(int, 0)
 amount, share = number(float, 0), number(float, 0, 1)
 filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
-host = like(r"[\w.-]+", "be a host name or an IPv4 address")
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
 TASK = str(Path(__file__).resolve().parent.parent / "task.py")
@@ -169,10 +168,8 @@ option("--scale-lr", ["none", "linear", "sqrt"], None, "none", FIXED,
 option("--clip-grad-norm", number(float, 1e-12), "X", None, FIXED,
        "largest norm of the whole gradient (default: no limit)")
 option("--label-smoothing", share, "X", 0.1, EVALUATED, "probability spread over all classes")
-option("--average", ["none", "ema", "swa"], None, "none", EVALUATED,
-       "evaluate averaged weights: of all steps, fading (ema), or of the last epochs (swa)")
-option("--swa-start", share, "FRACTION", 0.75, FIXED,
-       "swa: average epochs after this share of the run; with a cyclic rate, where it is lowest")
+option("--average", ["none", "ema"], None, "none", EVALUATED,
+       "evaluate an exponential average of the weights over the steps")
 
 group("speed and precision")
 flag("--compile", MAY_CHANGE, "torch.compile the model")
@@ -183,7 +180,7 @@ option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
 group("distribution")
 flag("--sync-bn", FIXED,
      "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
-option("--grad-compress", ["none", "bf16", "fp16", "powersgd"], None, "none", FIXED,
+option("--grad-compress", ["none", "bf16", "fp16"], None, "none", FIXED,
        "send smaller gradients (ddp, spawn)")
 flag("--find-unused-parameters", MAY_CHANGE,
        "for a model that does not use all its parameters in every step")
@@ -197,13 +194,9 @@ option("--nproc", positive, "N", None, MAY_CHANGE,
        "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
 option("--shard-size", positive, "N", None, MAY_CHANGE,
        "ranks that share one copy of the model (default: all)", "fsdp")
-option("--nnodes", positive, "N", None, MAY_CHANGE, "machines (default: 1)", *LAUNCHED, "spawn")
+option("--nnodes", positive, "N", 1, MAY_CHANGE, "machines", "spawn")
 option("--node-rank", whole, "N", None, FREE,
-       "number of this machine, from 0; needed if there are several", *LAUNCHED, "spawn")
-option("--master-addr", host, "HOST", None, FREE,
-       "address of the machine with --node-rank 0 (run.sh)", *LAUNCHED)
-option("--master-port", number(int, 1, 65535), "PORT", 29500, FREE,
-       "port where that machine listens (run.sh)", *LAUNCHED)
+       "number of this machine, from 0; needed if there are several", "spawn")
 option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
@@ -222,6 +215,7 @@ flag("--tensorboard", MAY_CHANGE, "also write the log for TensorBoard, into --ou
 option("--device", str, "auto|cpu|cuda|...", "auto", FREE,
        "auto takes the accelerator if there is one")
 flag("--deterministic", MAY_CHANGE, "slower kernels that give the same bits in every run")
+flag("--check", FREE, "try a few samples before the run", True)
 # fmt: on
 
 
@@ -316,8 +310,8 @@ def parse_args(
         problem = f"its value {value!r} cannot be stored in a checkpoint"
         advice = "parse a number, a text or a list of them, and convert it in build_datasets"
         refuse(not is_plain(value), f"--task {args.task}: {option}: {problem}; {advice}")
-    if mode in (*LAUNCHED, "spawn"):
-        check_nodes(args, mode)
+    if mode == "spawn":
+        check_nodes(args)
     check_devices(args, mode, devices)
     check_values(args, mode)
     try:
@@ -332,16 +326,10 @@ def refuse(wrong: Any, message: str) -> None:
         raise UsageError(message)
 
 
-def check_nodes(args: argparse.Namespace, mode: str) -> None:
-    """Check what several machines need to find each other."""
-    address = args.dist_url if mode == "spawn" else args.master_addr
-    option = "--dist-url tcp://HOST:PORT" if mode == "spawn" else "--master-addr HOST"
-    given = args.node_rank is not None or (mode in LAUNCHED and address)
-    alone = "--node-rank and --master-addr have no effect without --nnodes, the number of machines"
-    refuse(given and args.nnodes is None, alone)
-    args.nnodes = args.nnodes or 1
-    missing = args.nnodes > 1 and (args.node_rank is None or not address)
-    needed = f"--node-rank, which counts machines from 0, and {option}, where the first one is"
+def check_nodes(args: argparse.Namespace) -> None:
+    """Check what train_spawn.py on several machines needs to find the others."""
+    missing = args.nnodes > 1 and (args.node_rank is None or not args.dist_url)
+    needed = "--node-rank, which counts machines from 0, and --dist-url, where the first one is"
     refuse(missing, f"--nnodes {args.nnodes} needs {needed}")
     args.node_rank = args.node_rank or 0
     rank = f"--node-rank {args.node_rank}"
@@ -369,10 +357,6 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
     wrong = device_type != "cpu" and here > available and not by_srun
     advice = f"use {available}, or --device cpu"
     refuse(wrong, f"{here} processes or replicas, but only {available} accelerators; {advice}")
-    powersgd = args.grad_compress == "powersgd"
-    wrong = powersgd and device_type == "cpu" and torch.accelerator.is_available()
-    advice = "torch's hook would wait for the GPU; hide the GPU with CUDA_VISIBLE_DEVICES=''"
-    refuse(wrong, f"--grad-compress powersgd on the CPU: {advice}")
     least = world_size * args.accum_steps
     pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
     problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"
@@ -397,32 +381,17 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     refuse(missing, "--schedule step needs --step-epochs, when the rate drops, as 15 25")
     unused, use = steps and schedule not in USE_MARKS, " or ".join(USE_MARKS)
     refuse(unused, f"{marks} has no effect on --schedule {schedule}; use {use}")
-    too_many = schedule in CYCLES and len(steps) > 1
+    too_many = schedule in ("cyclic", "sawtooth") and len(steps) > 1
     refuse(too_many, f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
-    unused = args.final_lr > 0 and schedule in ("constant", *USE_MARKS)
-    refuse(unused, f"--final-lr {args.final_lr} has no effect on --schedule {schedule}; use cosine")
-    unused = args.step_gamma != 0.1 and schedule not in USE_MARKS
-    gamma = f"--step-gamma {args.step_gamma}"
-    refuse(unused, f"{gamma} has no effect on --schedule {schedule}; use {use}")
-    begins = f"--swa-start {args.swa_start:g}"
-    unused = args.average != "swa" and args.swa_start != 0.75
-    refuse(unused, f"{begins} has no effect on --average {args.average}; use swa, or leave it out")
-    none = args.average == "swa" and not swa_epochs(**vars(args))
-    advice = "use a lower --swa-start, or cycles of the rate that end where an epoch ends"
-    refuse(none, f"{begins}: --average swa would average none of {args.epochs} epochs; {advice}")
     # A run of one epoch may cut the default.
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
     longer = warmup > args.epochs and warmup != usual.settings["default"]
     refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
-    wrong = args.nesterov and args.optimizer != "sgd"
-    refuse(wrong, f"--nesterov has no effect on --optimizer {args.optimizer}; use sgd")
     wrong = mode == "dp" and args.compile
     refuse(wrong, "--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
     wrong = mode == "dp" and args.sync_bn
     refuse(wrong, "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn")
     compress = f"--grad-compress {args.grad_compress}"
-    wrong = args.grad_compress == "powersgd" and args.amp == "fp16"
-    refuse(wrong, f"{compress} cannot follow the loss scale of --amp fp16; use --amp bf16")
     wrong = mode in ("single", "dp") and args.grad_compress != "none"
     refuse(wrong, f"{compress} has no effect in one process; use ddp or spawn, or leave it out")
     if mode == "fsdp":

@@ -9,20 +9,17 @@ import functools
 import logging
 import multiprocessing.util
 import os
-import random
 import re
 import signal
 import sys
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.backends import cudnn
@@ -40,11 +37,9 @@ LOST_CONNECTION = re.compile(
     r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
     re.DOTALL,
 )
-# Exit codes of a rank, which machinery/launch.py reads and makes 1.
-FAILED, LOST = 4, 5  # it failed and printed why; another rank went away
+FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
 REPEATED = 30  # seconds that the other ranks wait before they print the first rank's error too
-WRITER = "checkpoint"  # begins the name of the thread that writes one
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "
@@ -52,13 +47,6 @@ RENDEZVOUS_HINT = (
 )
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
 at_end = contextlib.ExitStack()  # puts back, at the end of a run, what was registered here
-SETTINGS = [  # what a run may change in its process: how to read it, how to put it back
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-    (torch.get_rng_state, torch.set_rng_state),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-]
 
 
 class Stopped(Exception):
@@ -81,23 +69,14 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     def wrapper(*arguments: Any, **options: Any) -> int:
         if _is_program:
             return main(*arguments, **options)
-        environment, benchmark = dict(os.environ), cudnn.benchmark
+        environment = dict(os.environ)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        strict = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        before = [(put_back, read()) for read, put_back in SETTINGS]
         try:
-            with warnings.catch_warnings():
-                return main(*arguments, **options)
+            return main(*arguments, **options)
         finally:
-            wait_for_writer()
             at_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            cudnn.benchmark = benchmark
-            torch.use_deterministic_algorithms(strict, warn_only=warn_only)
-            for put_back, value in before:
-                put_back(value)
-            os.environ.clear()  # last: torch sets variables too
+            os.environ.clear()
             os.environ.update(environment)
 
     return wrapper
@@ -150,7 +129,6 @@ def set_up_device(name: str, deterministic: bool = False, local_rank: int = 0) -
     if deterministic:
         # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
         with contextlib.suppress(RuntimeError):
-            at_end.callback(setattr, cudnn, "allow_tf32", cudnn.allow_tf32)
             cudnn.allow_tf32 = False
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
@@ -209,8 +187,8 @@ def run_main(main: Callable[[], int]) -> int:
 def fail(error: BaseException) -> int:
     """Report what a rank raised, and end the process so that its launcher blames the right rank.
 
-    Under run.sh and spawn the exit code tells the launcher: LOST, in silence, if another rank went
-    away, else FAILED. Torchrun blames the rank that ends first. So a rank that has lost another one
+    Under run.sh and spawn a rank that has lost another one ends in silence: the other one prints
+    the cause. Torchrun blames the rank that ends first. There a rank that has lost another one
     returns, which takes longer than `leave`.
     """
     words, meaning = f"{type(error).__name__}: {error}", ""
@@ -227,7 +205,7 @@ def fail(error: BaseException) -> int:
     lost = not meaning and LOST_CONNECTION.search(words)
     launched = {"LAUNCH_PID", "RANK"} <= os.environ.keys()
     if lost and launched:
-        leave(LOST)  # the cause should be the last thing to read
+        leave(FAILED)  # the cause should be the last thing to read
     traceback.print_exception(error)
     tell(meaning)
     if lost:
@@ -248,16 +226,8 @@ def before_exit(codes: list[int]) -> None:
         leave(codes[0])
 
 
-def wait_for_writer(seconds: float | None = None) -> None:
-    """Wait for the thread that writes a checkpoint: a restart goes on from its file."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(WRITER):
-            thread.join(seconds)
-
-
 def leave(code: int) -> NoReturn:
     """End a rank at once. Python's clean-up may hang while threads still talk to other ranks."""
-    wait_for_writer(GRACE)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

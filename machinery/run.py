@@ -21,8 +21,8 @@ from machinery.files import RunFiles
 from machinery.log import Log
 from machinery.options import declared
 from machinery.processes import SIGNALS, Stopped, error_on_all, handle_signals
-from machinery.state import State, whole
-from sampling import GlobalBatchSampler, end_with_parent, seed_rng
+from machinery.state import State
+from sampling import GlobalBatchSampler, end_with_parent
 
 
 class StopSignal:
@@ -87,8 +87,7 @@ class Run:
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
-        built = whole(self.state.net.state_dict())  # what is infinite here may be saved
-        checkpoint = self._on_rank0(lambda: self._open(built))
+        checkpoint = self._on_rank0(self._open)
         if checkpoint:
             self._restore(checkpoint)
             print0(f"resumed {self._position()}")
@@ -106,11 +105,6 @@ class Run:
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
             raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
-        if self.args.average == "swa" and not self.args.eval_only:
-            done = state.epoch + (state.step == self.sampler.steps_per_epoch)
-            if state.average.n_averaged > sum(e <= done for e in state.average.epochs):
-                # With more --epochs SWA begins later: drop what was averaged too soon.
-                state.average.n_averaged.zero_()
 
     def _position(self) -> str:
         state, epochs = self.state, self.args.epochs
@@ -120,8 +114,9 @@ class Run:
             return f"after all {epochs} epochs: nothing is left to do; a larger --epochs goes on"
         return f"at epoch {state.epoch + 1}, step {state.step}"
 
-    def _open(self, built: dict[str, Any]) -> dict[str, Any] | None:
-        self.files = self.log.files = RunFiles(self.args, self.sampler.length, built)
+    def _open(self) -> dict[str, Any] | None:
+        self.files = self.log.files = RunFiles(self.args, self.sampler.length)
+        self.files.parameters = [name for name, _ in self.state.net.named_parameters()]
         return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:
@@ -171,36 +166,16 @@ class Run:
         # To read the number is to wait for the device: so only at log lines and saves, which wait
         # anyway. `stop.agreed` comes first: it raises if a rank is lost, where CUDA would hang.
         if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            if self.files:
-                self.files.wait()
             problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
             raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")
 
-    def eval_model(self, loader: DataLoader) -> nn.Module:
-        """Return the network to evaluate: the average of the weights if there is one.
-
-        An SWA average gets BatchNorm statistics of its own, from the epoch's batches, cut as in
-        training. Without --sync-bn those of rank 0, or replica 0, count, as they do in training.
-        """
+    def eval_model(self) -> nn.Module:
+        """Return the network to evaluate: the average of the weights if there is one."""
         self.log.spend("train_s")
-        state = self.state
-        if not state.average.n_averaged:
-            return state.net
-        if self.args.average == "swa" and state.step == self.sampler.steps_per_epoch:
-            context = common.autocast(self.device, self.args.amp)
-            common.update_bn(state.average.module, self._bn_inputs(loader), context)
-        common.sync_buffers(state.average.module)
-        return state.average.module
-
-    def _bn_inputs(self, loader: DataLoader) -> Iterator[Any]:
-        self.sampler.set_position(self.state.epoch, 0)
-        replicas = getattr(self.args, "replicas", 1)
-        for step, batch in enumerate(loader):
-            batch = common.to_device(batch, self.device)
-            for i, (inputs, _) in enumerate(common.split_batch(batch, self.args.accum_steps)):
-                # Dropout is at work, with other masks than in the steps of this epoch.
-                seed_rng(self.args.seed, self.state.global_step + step, i, get_rank())
-                yield common.tree_map(lambda tensor: tensor.chunk(replicas)[0], inputs)
+        if not self.state.average.n_averaged:
+            return self.state.net
+        common.sync_buffers(self.state.average.module)
+        return self.state.average.module
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
@@ -234,7 +209,6 @@ class Run:
         return gain > 1e-12 * abs(best)  # less is rounding, on another number of ranks
 
     def _print_best(self, name: str) -> None:
-        self.files.wait()
         path = self.files.directory / "best.pt"
         print(f"best {name} {self.state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
         again = f"--eval-only --resume {shlex.quote(str(path))}"
@@ -243,11 +217,9 @@ class Run:
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.
 
-        Call it on every rank: all take part in collecting what a thread of rank 0 writes.
+        Call it on every rank: all take part in collecting what rank 0 writes.
         """
         self.log.spend("train_s")
-        if self.files:
-            self.files.wait()  # for the save before: the memory holds one copy at a time
         sums = self.meter.sums_of_ranks()
         checkpoint = self.state.checkpoint()
         if self.files:
@@ -266,7 +238,6 @@ class Run:
         if self.log.bar:
             self.log.bar.close()  # else its line would go on with the next one
         if self.files:
-            self.files.wait()
             directory = shlex.quote(str(self.files.directory))
             again = f"--output-dir {directory} --resume auto"
             print(f"to go on: the same command with {again}", flush=True)

@@ -141,8 +141,6 @@ def load_task(args: Namespace) -> Task:
         function = fill_in(path, found["dataset_metrics"], args)
         found["dataset_metrics"] = functools.partial(metrics_of_set, path, args.seed, function)
     found["build_datasets"] = functools.partial(two_sets, path, found["build_datasets"])
-    own = found.get("build_optimizer", default_optimizer)
-    found["build_optimizer"] = functools.partial(optimizer_as_built, own)
     return Task(**found)
 
 
@@ -164,22 +162,6 @@ def metrics_of_set(
         if taken := ", ".join(sorted(RESERVED & found.keys())):
             raise UsageError(f"{where}: the log itself uses the name {taken}")
         return found
-
-
-def optimizer_as_built(build: Callable, args: Namespace, net: nn.Module) -> torch.optim.Optimizer:
-    """Call build_optimizer; meanwhile each module has the class that the task gave it.
-
-    train_fsdp.py has changed classes before, and a task may group its parameters by them.
-    """
-    modules, built = [*net.modules()], getattr(net, "classes_as_built", [])
-    changed = [(m, type(m), kind) for m, kind in zip(modules, built) if type(m) is not kind]
-    try:
-        for module, _, kind in changed:
-            module.__class__ = kind
-        return build(args, net)
-    finally:
-        for module, now, _ in changed:
-            module.__class__ = now
 
 
 def means_only(metrics: functools.partial) -> Callable:
@@ -235,6 +217,5 @@ def build_net(args: Namespace, task: Task) -> nn.Module:
         with blame(option):
             load_weights(net, read_tensors(args.weights, "--weights"), option)
     freeze(net, args.freeze)
-    net.classes_as_built = [type(module) for module in net.modules()]
     memory_format = torch.channels_last if args.channels_last else torch.contiguous_format
     return net.to(memory_format=memory_format)
