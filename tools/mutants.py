@@ -2,9 +2,10 @@
 
 bash run.sh mutants [options]
 
-Each fault is put into a copy of the project in a temporary folder, and the tests that should
-notice it are run there. First all of these tests must pass in a copy without a fault. A fault that
-no test notices is a survivor: a test is missing. Exit code 1 if there is one.
+mutants_list.py is the table of the faults. Each is put into a copy of the project in a temporary
+folder, and the tests that should notice it are run there. First all of these tests must pass in a
+copy without a fault. A fault that no test notices is a survivor: a test is missing. Exit code 1 if
+there is one.
 """
 
 from __future__ import annotations
@@ -27,25 +28,82 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import mutants_common  # each of these fills MUTANTS
-import mutants_data
-import mutants_launch
-import mutants_options
-import mutants_run
-import mutants_scripts
-import mutants_tools
-from mutants_base import MUTANTS, Mutant
+from mutants_list import LIST
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDE_BY_SIDE = 2
 # What tests import that takes long, and nothing of the project
 SLOW = ["torch._dynamo", "torch.distributed.run", "pytest", "unittest.mock"]
 SLOW += ["torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]
-SLOW += ["torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"]
 context = multiprocessing.get_context("forkserver")
 one_thread = threading.Lock()  # an exit code can be read only once
 # Seconds for the tests of one mutant. No test should rest on a hang, so that it is a survivor.
 TIMEOUT = 150
+
+
+@functools.lru_cache(50)
+def squeeze(text: str) -> tuple[str, list[int]]:
+    """Return the text without what a formatter may change, and the place of each character left.
+
+    That is white space, comments, and a comma before a closing bracket: a mutant lives on when
+    code is only written otherwise.
+    """
+    hidden = {place for comment in re.finditer(r"  #.*", text) for place in range(*comment.span())}
+    places = [i for i, character in enumerate(text) if i not in hidden and not character.isspace()]
+    places = [
+        i
+        for i, after in zip(places, [*places[1:], None])
+        if not (text[i] == "," and after is not None and text[after] in ")]}")
+    ]
+    return "".join(text[i] for i in places), places
+
+
+@functools.cache
+def files_of_tests() -> dict[str, list[str]]:
+    """Return the files in which a test of each name is."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE):
+            found.setdefault(name, []).append(path.name)
+    return found
+
+
+class Mutant(NamedTuple):
+    """`old`, which stands exactly once in `file`, becomes `new`; `tests` should notice it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Return the broken text of the file."""
+        text = (root / self.file).read_text()
+        (squeezed, places), (wanted, _) = squeeze(text), squeeze(self.old)
+        if (times := squeezed.count(wanted)) != 1:
+            problem = f"what it replaces occurs {times} times in {self.file}, not once"
+            raise ValueError(f"{self.name}: {problem}: {self.old!r}")
+        first = squeezed.index(wanted)
+        start, end = places[first], places[first + len(wanted) - 1] + 1
+        line = text[text.rfind("\n", 0, start) + 1 :]
+        moved = len(line) - len(line.lstrip(" ")) - (len(self.old) - len(self.old.lstrip(" ")))
+        lines = self.new.strip().splitlines()
+        rest = [" " * (moved if self.old.startswith(" ") else 0) + line for line in lines[1:]]
+        return text[:start] + "\n".join([*lines[:1], *rest]) + text[end:]
+
+    def selection(self) -> list[str]:
+        """Return the tests as pytest wants them: with the file where each of them is found."""
+        found = []
+        for test in self.tests:
+            files = files_of_tests().get(test.partition("[")[0], [])
+            if len(files) != 1:
+                raise ValueError(f"{test}: in {len(files)} files of tests, not in one: {files}")
+            found.append(f"tests/{files[0]}::{test}")
+        return found
+
+
+MUTANTS = [Mutant(*row) for row in LIST]
 
 
 def copy_project(source: Path, folder: Path) -> Path:
