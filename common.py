@@ -1,14 +1,17 @@
 """What makes a training loop right, on one device and on many.
 
-In this order: communication, batches, the model, optimization, averages, meters, checkpoint files.
-This file imports nothing else of the project, so that you can copy it. Without a process group
-the helpers that communicate change nothing: a loop needs no branch on the mode.
+In this order: ranks and devices, communication, batches, the model, optimization, averages, meters,
+the state of a run, checkpoint files. This file imports nothing else of the project, so
+that you can copy it. Without a process group the helpers that communicate change nothing: a loop
+needs no branch on the mode.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
+import dataclasses
 import fnmatch
 import itertools
 import math
@@ -23,11 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Not used here. torch imports it later by itself; if a process group exists then, one of its
-# default arguments keeps that group for ever.
-import torch.distributed.nn.functional
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 3  # of a checkpoint; a new number when an earlier one would be resumed wrongly
@@ -40,6 +40,93 @@ class UsageError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(str(message).splitlines()))  # one line, even if it quotes more
+
+
+# ------------------------------------------------------------------------------ ranks and devices
+
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
+
+
+def ranks_from_env() -> tuple[int, int, int]:
+    """Return (rank, local rank, world size) from the variables that torchrun sets.
+
+    Raises UsageError if they are not set.
+    """
+    try:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        rank, local_rank, world_size = (int(os.environ[name]) for name in names)
+    except KeyError as error:
+        raise UsageError(
+            f"no launcher ({error} is not set). Start it with torchrun --standalone "
+            "--nproc-per-node 2 train_ddp.py [options], or: bash run.sh ddp 2 [options]"
+        ) from error
+    return rank, local_rank, world_size
+
+
+def resolve_device_type(name: str) -> str:
+    """Return "cpu" or the accelerator's type; raises UsageError if the device is not here."""
+    found = "cpu"
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator().type
+    if name not in ("auto", "cpu", found):
+        available = "auto, cpu" if found == "cpu" else f"auto, cpu, {found}"
+        raise UsageError(f"--device {name}: not on this machine; available: {available}")
+    return found if name == "auto" else name
+
+
+def set_up_device(
+    name: str = "auto", deterministic: bool = False, local_rank: int = 0
+) -> torch.device:
+    """Select this process's device, before anything is allocated on device 0; set threads.
+
+    `name` is auto, cpu or the accelerator's type. `deterministic` takes kernels that give the same
+    bits in every run.
+    """
+    device_type = resolve_device_type(name)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
+    torch.use_deterministic_algorithms(deterministic)
+    cudnn.benchmark = not deterministic
+    if deterministic:
+        # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
+        with contextlib.suppress(RuntimeError):
+            cudnn.allow_tf32 = False
+    if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
+        torch.set_num_threads(own_cores())
+    if device_type == "cpu":
+        warn_of_cpu(name)
+        return torch.device("cpu")
+    torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
+    index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device
+    torch.accelerator.set_device_index(index)
+    return torch.device(device_type, index)
+
+
+def warn_of_cpu(name: str) -> None:
+    """Say so if --device auto has taken the CPU of a machine that has an accelerator's driver."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    driver = next((path for path in DRIVERS if os.path.exists(path)), None)
+    if name == "auto" and driver and not hidden:
+        found = f"torch {torch.__version__} finds no accelerator, but {driver} is there"
+        advice = "install the torch that fits it, or say --device cpu"
+        print0(f"warning: this run is on the CPU: {found}; {advice}", file=sys.stderr)
+
+
+def own_cores() -> int:
+    """Return this process's share of the machine's cores, at least 1."""
+    # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
+    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
+
+
+def backend(device: torch.device) -> str:
+    """Return gloo for CPU tensors, and for an accelerator its own library too."""
+    # torch imports this module later by itself. If a process group exists then, one of the
+    # module's default arguments keeps that group for ever.
+
+    if device.type == "cpu":
+        return "gloo"  # with "cpu:gloo" torch 2.8 may find no default backend
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 # --------------------------------------------------------------------------------- communication
@@ -666,6 +753,129 @@ def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
     """Return the values of all samples: rank r of N evaluated the batches r, r + N, r + 2 N, ..."""
     rounds = itertools.zip_longest(*(lists.get(name, []) for lists in ranks), fillvalue=[])
     return [value for batches in rounds for batch in batches for value in batch]
+
+
+# ----------------------------------------------------------------------------- the state of a run
+
+
+@dataclasses.dataclass
+class State:
+    """What training changes. `epoch` and the `step` within it tell what comes next."""
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: StepGuard
+    average: WeightAverage | NoAverage
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    best: float | None = None
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return plain tensors and values, with the names of the bare model.
+
+        Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them, and
+        Run.save adds the rest of a checkpoint.
+        """
+        return {
+            "format": FORMAT,
+            "model": whole(self.net.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "average": whole(self.average.state_dict()),
+            "epoch": self.epoch,
+            "step": self.step,
+            "global_step": self.global_step,
+            "best": self.best,
+        }
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
+        for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
+            for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
+                group[name] = now[name]
+        self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
+        groups = self.optimizer.param_groups
+        parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        saved = dict(checkpoint["optimizer"]["state"])  # by number; some add other keys
+        numbers = parameters.keys() & saved.keys()
+        for i in numbers:
+            saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))
+        self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})
+        for i in numbers:
+            restore_types(self.optimizer.state[parameters[i]], saved[i], parameters[i])
+        for name in ("scheduler", "scaler"):
+            getattr(self, name).load_state_dict(checkpoint[name])
+        own = self.average.state_dict()
+        self.average.load_state_dict(cut_like(checkpoint["average"], own))
+        for name in ("epoch", "step", "global_step", "best"):
+            setattr(self, name, checkpoint[name])
+        # Compute the rates anew, so that more --epochs take effect at once.
+        schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
+        for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
+            group["lr"] = peak * factor(self.global_step)
+
+
+def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor) -> None:
+    """Give an optimizer's tensors their saved types: load_state_dict casts to the parameter's.
+
+    They get the parameter's strides, which fused kernels need: --channels-last may have changed.
+    """
+    for name, value in saved.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
+            now[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        elif isinstance(value, Tensor):
+            now[name] = value.to(now[name].device)
+
+
+def whole(value: Any) -> Any:
+    """Return a copy with whole tensors on rank 0's CPU, and None for each tensor on other ranks.
+
+    Call it on every rank.
+    """
+    if isinstance(value, dict):
+        found = copy.copy(value)  # keeps the versions of the modules, which some modules ask for
+        found.update({name: whole(item) for name, item in value.items()})
+        return found
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(item) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    value = joined(value) if hasattr(value, "full_tensor") else value
+    return value.to("cpu", copy=True) if get_rank() == 0 else None  # steps go on while it is saved
+
+
+def joined(shards: Tensor) -> Tensor:
+    """Return the whole of a tensor that is cut among the ranks. Call it on every rank.
+
+    `full_tensor` does the same by another collective call, in which gloo crashed once.
+    """
+    *copies, last = shards.placements
+    if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):
+        return shards.full_tensor()  # of an optimizer of the task, as a norm over all shards
+    own, group = shards.to_local(), shards.device_mesh.get_group(-1)
+    ranks = dist.get_world_size(group)
+    rows = math.ceil(len(shards) / ranks)  # on each rank; the last ones may have fewer, or none
+    padded = own.new_zeros(rows, *shards.shape[1:])
+    padded[: len(own)] = own
+    gathered = own.new_empty(rows * ranks, *shards.shape[1:])
+    dist.all_gather([*gathered.tensor_split(ranks)], padded, group=group)  # writes into it
+    return gathered[: len(shards)]
+
+
+def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole tensors, each cut among the ranks as the tensor of that name in `own`."""
+    found = copy.copy(values)
+    for name, value in values.items():
+        like = own.get(name)
+        if hasattr(like, "full_tensor") and getattr(value, "shape", None) == like.shape:
+            from torch.distributed.tensor import distribute_tensor  # slow to import
+
+            place = like.device_mesh, like.placements
+            found[name] = distribute_tensor(value.to(like.device), *place, src_data_rank=None)
+    return found
 
 
 # ------------------------------------------------------------------------------- checkpoint files

@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import multiprocessing.util
-import os
 import random
 import signal
 import sys
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from common import UsageError, get_rank, get_world_size
+from common import UsageError, get_rank, get_world_size, own_cores
 
 # ----------------------------------------------------------------------------------------- samplers
 
@@ -145,13 +144,6 @@ class ShardSampler(Sampler):
 # --------------------------------------------------------------------------------- fetching batches
 
 
-def own_cores() -> int:
-    """Return this process's share of the machine's cores, at least 1."""
-    # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
-    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
-
-
 class KeyedDataset(Dataset):
     """Fetches the batches that the samplers name; all randomness is keyed by the sample.
 
@@ -221,13 +213,18 @@ def build_loader(
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
-        steps = sampler.steps
-        sampler.steps = ()  # an iteration without a batch starts the workers, and no more
-        processes = iter(loader)._workers  # private in torch, tested with 2.8 and 2.14
-        sampler.steps = steps
-        # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
-        multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
+        start_workers(loader)
     return loader
+
+
+def start_workers(loader: DataLoader) -> None:
+    """Start the workers of a loader, and have them end when this process exits."""
+    sampler = loader.batch_sampler
+    steps, sampler.steps = sampler.steps, ()
+    processes = iter(loader)._workers  # without a batch; private in torch, tested with 2.8 to 2.14
+    sampler.steps = steps
+    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
+    multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
 
 
 def leave_signals_to_parent(*_: int) -> None:

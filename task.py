@@ -1,14 +1,14 @@
-"""The part you replace: data sets, model, loss and metrics of one problem.
+"""The part you replace: data sets, model, loss and metrics of one problem. Here: digits.
 
-A task is any file with the first four functions (--task FILE.py); README has one of 11 lines. The
-scripts know nothing of the problem, and a task nothing of devices. Here: image classification.
+A task is any file with the first four functions (--task FILE.py); README has one of 11 lines, and
+tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
                                          a nested tuple, list or dict of tensors. A data set with
                                          `in_memory = True` is loaded without worker processes.
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. Keyword-only parameters get
-                                         the option that they name: see label_smoothing below
+                                         the option that they name
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
                                          A list of n values is not averaged: it is collected
@@ -30,13 +30,7 @@ add_options(parser)                      calls parser.add_argument for options o
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import fcntl
-import functools
-import os
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,371 +39,84 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common import UsageError, load_weights, print0
-from sampling import keyed_uniform, sample_key
-
-# name: (channels, side in pixels, classes, mean, standard deviation) of bytes from 0 to 255
-DATASETS = {
-    "digits": (1, 8, 10, (73.3,), (90.2,)),
-    "mnist": (1, 28, 10, (33.3,), (78.6,)),
-    "fashion-mnist": (1, 28, 10, (72.9,), (90.0,)),
-    "cifar10": (3, 32, 10, (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)),
-    "cifar100": (3, 32, 100, (129.3, 124.1, 112.4), (68.2, 65.4, 70.4)),
-    "imagefolder": (3, 224, None, (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)),
-    "synthetic": (3, 224, 1000, (127.5, 127.5, 127.5), (73.6, 73.6, 73.6)),
-}
-TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
-TORCHVISION |= {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}
-
-# --------------------------------------------------------------------------------------- data sets
+from sampling import keyed_uniform
 
 
 def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
-    """Return the training set (augmented) and the held-out set of --dataset."""
-    if args.image_size and args.dataset not in ("imagefolder", "synthetic"):
-        fixed = f"--dataset {args.dataset}, whose images have a side of {DATASETS[args.dataset][1]}"
-        raise UsageError(f"--image-size {args.image_size} has no effect on {fixed}; leave it out")
-    if args.dataset == "digits":
-        with np.load(Path(__file__).resolve().with_name("data") / "digits.npz") as file:
-            images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 becomes 0..240
-            labels = torch.from_numpy(file["labels"]).long()
-        held_out = ImagesInMemory(images[1437:], labels[1437:])
-        held_out.classes = list("0123456789")
-        return ImagesInMemory(images[:1437], labels[:1437], shift=1), held_out
-    if args.dataset == "imagefolder":
-        return image_folders(args)
-    if args.dataset == "synthetic":  # views of one random image, for benchmarks
-        channels, side, classes = DATASETS["synthetic"][:3]
-        shape = (1, channels, args.image_size or side, args.image_size or side)
-        generator = torch.Generator().manual_seed(0)
-        image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        sizes = (10_000, 1_000)
-        labels = [torch.arange(n) % classes for n in sizes]
-        return tuple(ImagesInMemory(image.expand(len(y), -1, -1, -1), y) for y in labels)
-    return torchvision_arrays(args)
+    """Return 1,437 digits to train on, and 360 to evaluate with."""
+    with np.load(Path(__file__).resolve().with_name("data") / "digits.npz") as file:
+        images = torch.from_numpy(file["images"]).unsqueeze(1) * 15  # 0..16 becomes 0..240
+        labels = torch.from_numpy(file["labels"]).long()
+    return Digits(images[:1437], labels[:1437], shift=1), Digits(images[1437:], labels[1437:])
 
 
-def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
-    """Read MNIST or CIFAR from torchvision's files into memory; --download fetches them."""
-    from torchvision import datasets
+class Digits(Dataset):
+    """Images uint8 [N, 1, 8, 8] and labels int64 [N] -> (uint8 [1, 8, 8], int64 []).
 
-    sets = []
-    for train in (True, False):
-        try:
-            with file_lock(args.data_dir) if args.download else contextlib.nullcontext():
-                kind = getattr(datasets, TORCHVISION[args.dataset])
-                source = kind(args.data_dir, train=train, download=args.download)
-        except (RuntimeError, OSError) as error:
-            way = "could not be fetched" if args.download else "is not here; --download fetches it"
-            problem = f"{args.dataset} {way} ({error})"
-            raise UsageError(f"--data-dir {args.data_dir}: {problem}") from error
-        images = torch.as_tensor(source.data)
-        images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2)
-        shift = images.shape[-1] // 8 if train else 0
-        flip = train and args.dataset != "mnist"
-        labels = torch.as_tensor(source.targets)
-        sets.append(ImagesInMemory(images.contiguous(), labels, shift, flip))
-        sets[-1].classes = source.classes
-    return sets[0], sets[1]
-
-
-@contextlib.contextmanager
-def file_lock(folder: str) -> Iterator[None]:
-    """Let the processes of this machine into the block one by one: only the first downloads."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
-    """Read --data-dir: one folder per class under train/, and under val/ or test/."""
-    from torchvision.datasets import ImageFolder
-
-    root = Path(args.data_dir)
-    folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if not (root / "train").is_dir() or folder is None:
-        wanted = "train/ and val/ (or test/), each with one folder per class"
-        raise UsageError(f"--data-dir {root}: needs {wanted}")
-    try:
-        train, val = ImageFolder(root / "train"), ImageFolder(folder)
-    except FileNotFoundError as error:  # no class, or a class without an image
-        raise UsageError(f"--data-dir {root}: {error}") from error
-    if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
-        # Labels number the folders: a missing class would shift the rest.
-        problem = "training and evaluation set must have the same classes"
-        raise UsageError(f"--data-dir {root}: {problem}; only one of them has {only}")
-    size = args.image_size or DATASETS["imagefolder"][1]
-    held_out = ImageFiles(val.samples, size, False)
-    held_out.classes = val.classes
-    return ImageFiles(train.samples, size, True), held_out
-
-
-def windows_of(images: Tensor, shift: int) -> np.ndarray:
-    """Return all windows [H, W] of images [N, C, H, W] padded by `shift`.
-
-    The result is a view [N, C, 2 shift + 1, 2 shift + 1, H, W].
+    Each image is shifted at random by up to `shift` pixels. The samples are fetched as a whole
+    batch, which is faster. Another data set would have __getitem__ alone, and draw random numbers
+    with torch, numpy or Python: each sample is read with a seed of its own.
     """
-    padded = F.pad(images, (shift,) * 4) if shift else images
-    side = tuple(images.shape[-2:])
-    return np.lib.stride_tricks.sliding_window_view(padded.numpy(), side, axis=(2, 3))
 
+    whole_batches = True  # see __getitems__
+    in_memory = True  # loader workers would only copy
 
-def shift_and_flip(windows: np.ndarray, index: np.ndarray, draws: np.ndarray, flip: bool) -> Tensor:
-    """Return [n, C, H, W]: a window of each image of `index`, mirrored or not.
-
-    draws [n, 3] in [0, 1) decide. numpy is faster here: it copies row by row, torch pixel by pixel.
-    """
-    rows, columns = (draws[:, :2] * windows.shape[2]).astype(int).T
-    images = windows[index, :, rows, columns]
-    if flip:
-        mirrored = draws[:, 2] < 0.5
-        images[mirrored] = images[mirrored, ..., ::-1]
-    return torch.from_numpy(images)
-
-
-class WholeBatches(Dataset):
-    """A data set that returns a batch at once, augmented by the keys of its samples."""
-
-    whole_batches = True
-    targets: Tensor
-    classes: list[str] | None = None  # their names, for the checkpoint
+    def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
+        self.images = F.pad(images, (shift,) * 4)
+        self.targets, self.shift = labels, shift
+        self.classes = [str(digit) for digit in range(10)]  # their names, for the checkpoint
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.__getitems__([int(index)])
+        images, targets = self.__getitems__([index])
         return images[0], targets[0]
 
-
-class ImagesInMemory(WholeBatches):
-    """Images uint8 [N, C, H, W] and labels int64 [N] -> (uint8 [C, H, W], int64 []).
-
-    `shift` is the largest random shift in pixels; `flip` mirrors with probability 1/2.
-    """
-
-    in_memory = True  # loader workers would only copy
-
-    def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
-        self.targets, self.windows, self.flip = labels, windows_of(images, shift), flip
-
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        draws = keyed_uniform(indices, 3)
-        images = shift_and_flip(self.windows, np.asarray(indices), draws, self.flip)
-        return images, self.targets[indices]
-
-
-class ImageFiles(WholeBatches):
-    """Image files [(path, class)] -> (uint8 [3, size, size], int64 []).
-
-    From 64 pixels on: RandomResizedCrop and flip, in evaluation Resize to 8/7 and CenterCrop.
-    Smaller images are resized to the frame, shifted by up to an eighth, and mirrored.
-    """
-
-    def __init__(self, samples: list[tuple[str, int]], size: int, training: bool) -> None:
-        from torchvision.transforms import v2
-
-        self.targets = torch.tensor([label for _, label in samples])
-        # One block of memory: loader workers would copy a list bit by bit.
-        self.paths = np.array([os.fsencode(path) for path, _ in samples])
-        self.frame, self.training, self.small = (size, size), training, size < 64
-        if self.small:
-            self.transform = v2.Resize(self.frame, antialias=True)
-        elif training:
-            crop = v2.RandomResizedCrop(size, antialias=True)
-            self.transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
-        else:
-            resize = v2.Resize(size * 8 // 7, antialias=True)
-            self.transform = v2.Compose([resize, v2.CenterCrop(size)])
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        # One call for many small images saves a quarter; many photographs would fill the memory.
-        step = 16 if self.small else 1
-        images = []
-        for start in range(0, len(indices), step):
-            group = indices[start : start + step]
-            for index, image in zip(group, read_images(self.paths[group].tolist())):
-                if not self.small or image.shape[1:] != self.frame:
-                    torch.default_generator.manual_seed(sample_key(index))
-                    image = self.transform(image)
-                images.append(image)
-        batch = torch.stack(images)
-        if self.small and self.training:
-            draws = keyed_uniform(indices, 3)
-            windows = windows_of(batch, self.frame[0] // 8)
-            batch = shift_and_flip(windows, np.arange(len(indices)), draws, flip=True)
-        return batch, self.targets[indices]
-
-
-def read_bytes(path: bytes) -> Tensor:
-    with open(path, "rb", buffering=0) as file:  # three times as fast as np.fromfile
-        return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-
-
-def read_images(paths: list[bytes]) -> list[Tensor]:
-    """Decode image files to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
-    from torchvision.io import decode_jpeg  # twice as fast as PIL
-
-    with contextlib.suppress(Exception):  # one is no JPEG, or broken
-        return decode_jpeg([read_bytes(path) for path in paths], mode="RGB")
-    if len(paths) > 1:  # one bad file must not change how the others are read
-        return [read_images([path])[0] for path in paths]
-    from PIL import Image
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
-    try:
-        with Image.open(os.fsdecode(paths[0])) as image:
-            if image.mode.startswith("I"):  # 16 bits of grey, of which PIL would cut the upper 8
-                image = image.point(lambda value: value * (1 / 256)).convert("L")
-            return [pil_to_tensor(image.convert("RGB"))]
-    except Exception as error:  # PIL raises almost anything
-        raise OSError(f"{os.fsdecode(paths[0])}: {error}") from None
-
-
-# ------------------------------------------------------------------------------------------ models
+        """Return a batch: images [n, 1, 8, 8] and labels [n]."""
+        draws = torch.from_numpy(keyed_uniform(indices, 2))  # [n, 2] in [0, 1), by sample and epoch
+        top, left = (draws * (2 * self.shift + 1)).long().T
+        pixels = torch.arange(8)
+        rows = (top[:, None] + pixels)[:, :, None]
+        columns = (left[:, None] + pixels)[:, None, :]
+        samples = torch.tensor(indices)[:, None, None]
+        return self.images[samples, 0, rows, columns].unsqueeze(1), self.targets[indices]
 
 
 class DigitNet(nn.Module):
-    """Three convolutions for 8x8 digits, [n, channels, H, W] -> [n, classes].
+    """Three convolutions, uint8 [n, 1, 8, 8] -> [n, 10].
 
     Without BatchNorm and dropout its numbers do not depend on how a batch is cut.
     """
 
-    def __init__(self, channels: int, classes: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels, 48, 3, padding=1)
+        self.conv1 = nn.Conv2d(1, 48, 3, padding=1)
         self.conv2 = nn.Conv2d(48, 48, 3, padding=1)
         self.conv3 = nn.Conv2d(48, 96, 3, padding=1)
-        self.head = nn.Linear(96 * 2 * 2, classes)
+        self.head = nn.Linear(96 * 2 * 2, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        features = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(images)))), 2)
-        features = F.relu(self.conv3(features))
-        # adaptive_max_pool2d to 2 x 2, written out: --deterministic refuses its backward on CUDA.
-        sides = [max(2, side) for side in features.shape[-2:]]
-        features = features.expand(-1, -1, *sides)  # a side of 1, of an input of 2 or 3, is doubled
-        kernel, stride = [(n + 1) // 2 for n in sides], [n // 2 for n in sides]
-        features = F.max_pool2d(features, kernel, stride)
+        pixels = (images.to(self.head.weight.dtype) - 73.3) / 90.2  # mean and deviation of the set
+        features = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(pixels)))), 2)
+        features = F.max_pool2d(F.relu(self.conv3(features)), 2)
         return self.head(features.flatten(1))
 
 
-def conv_bn(inputs: int, outputs: int, *pool: nn.Module) -> nn.Sequential:
-    conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True), *pool)
-
-
-class ResNet9(nn.Module):
-    """A small, fast CIFAR network, [n, channels, 32, 32] -> [n, classes].
-
-    In the style of the DAWNBench entries. Source: D. Page, "How to train your ResNet", 2018.
-    """
-
-    def __init__(self, channels: int, classes: int) -> None:
-        super().__init__()
-        self.stem = conv_bn(channels, 64)
-        self.down1 = conv_bn(64, 128, nn.MaxPool2d(2))
-        self.block1 = nn.Sequential(conv_bn(128, 128), conv_bn(128, 128))
-        self.down2 = conv_bn(128, 256, nn.MaxPool2d(2))
-        self.down3 = conv_bn(256, 512, nn.MaxPool2d(2))
-        self.block2 = nn.Sequential(conv_bn(512, 512), conv_bn(512, 512))
-        self.head = nn.Linear(512, classes, bias=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features = self.down1(self.stem(images))
-        features = self.down3(self.down2(features + self.block1(features)))
-        features = features + self.block2(features)
-        features = F.max_pool2d(features, features.shape[-2:]).flatten(1)  # see DigitNet
-        return self.head(features) * 0.125  # small logits at the start
-
-
-BUILT_IN = {"digitnet": DigitNet, "resnet9": ResNet9}
-
-
 def build_model(args: Namespace) -> nn.Module:
-    """Return --model for --dataset. It takes uint8 images and normalises them on its device."""
-    channels, side, classes, mean, std = DATASETS[args.dataset]
-    if args.dataset == "imagefolder":
-        folders = (Path(args.data_dir) / "train").iterdir()
-        classes = sum(folder.is_dir() for folder in folders)
-    if args.model in BUILT_IN:
-        if args.weights == "default":
-            problem = f"torchvision has none for {args.model}; name a file"
-            raise UsageError(f"--weights default: {problem}")
-        model = BUILT_IN[args.model](channels, classes)
-    else:
-        model = torchvision_model(args, channels, classes)
-        if (args.image_size or side) < 64:
-            print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
-    dtype = getattr(torch, args.dtype)
-    if args.compile:
-        # Else step 1 compiles how the constants are made, and step 2 compiles again.
-        torch.compiler.assume_constant_result(per_channel)
-    # A hook, not a layer: parameters keep plain names, and a state dict has no mean and deviation.
-    model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
-    return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
+    """Return the network; its weights are random numbers of --seed."""
+    return DigitNet()
 
 
-def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module:
-    from torchvision import models
-
-    known = models.list_models(module=models)
-    if args.model not in known:
-        fitting = [*BUILT_IN, *(known if channels == 3 else ())]
-        close = difflib.get_close_matches(args.model.lower(), fitting, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        problem = "unknown; use digitnet, resnet9 or a classification model of torchvision"
-        raise UsageError(f"--model {args.model}: {problem}, as resnet18{hint}")
-    if channels != 3:
-        problem = f"takes 3 channels, --dataset {args.dataset} has {channels}"
-        raise UsageError(f"--model {args.model} {problem}; use digitnet or resnet9")
-    options = {}
-    if args.model in ("googlenet", "inception_v3"):  # they would return two outputs
-        options = {"aux_logits": False, "init_weights": True}
-        options["transform_input"] = args.weights == "default"
-    model = models.get_model(args.model, weights=None, num_classes=classes, **options)
-    if args.weights == "default":
-        weights = models.get_model_weights(args.model).DEFAULT
-        with file_lock(torch.hub.get_dir()):
-            found = weights.get_state_dict(check_hash=True)
-        load_weights(model, found, "--weights default")
-    return model
-
-
-def normalize(
-    module: nn.Module, inputs: tuple[Tensor], *, mean: tuple, std: tuple, dtype: torch.dtype
-) -> tuple[Tensor]:
-    """Turn uint8 images [n, C, H, W] into numbers with about zero mean and unit variance."""
-    (images,) = inputs
-    shift, scale = (per_channel(values, images.device, dtype) for values in (mean, std))
-    return ((images.to(dtype) - shift) / scale,)
-
-
-_constants: dict[tuple, Tensor] = {}
-
-
-def per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return [C, 1, 1]. It is kept: a copy from the host in every step would make it wait."""
-    key = (values, device, dtype)
-    if key not in _constants:
-        _constants[key] = torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)
-    return _constants[key]
-
-
-# ------------------------------------------------------------------------------- loss and metrics
-
-
-def per_sample_loss(outputs: Tensor, targets: Tensor, *, label_smoothing: float) -> Tensor:
-    """Return the cross-entropy of each sample: logits [n, classes], labels int64 [n] -> [n]."""
-    return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
+def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample: logits [n, 10], labels int64 [n] -> [n]."""
+    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Return 1.0 where the label is the best guess (top1) or among the best five (top5); [n]."""
-    guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
+    guesses = outputs.topk(5, dim=1).indices
     hits = (guesses == targets.unsqueeze(1)).float()
     return {"top1": hits[:, 0], "top5": hits.sum(1)}
 

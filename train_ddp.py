@@ -7,18 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import common
-from machinery.check import check_run
-from machinery.options import parse_args, schedule_of
-from machinery.processes import run_main, set_up_device
-from machinery.rendezvous import backend, init_method, ranks_from_env, timeout
+from common import State, set_up_device
+from machinery.cli import parse_args, run_options, schedule_options
+from machinery.modes import convert_sync_batchnorm
+from machinery.process import init_method, run_main, timeout
 from machinery.run import Run
-from machinery.stand_ins import convert_sync_batchnorm
-from machinery.state import State
-from machinery.tasks import Task, build_net, load_task
+from machinery.usertask import Task, check_run
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
@@ -68,37 +65,37 @@ def evaluate(
 @record  # torchrun shows the traceback of the rank that failed first
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("ddp", argv)
-    rank, local_rank, world_size = ranks_from_env()  # of torchrun, run.sh or srun
+    rank, local_rank, world_size = common.ranks_from_env()  # of torchrun, run.sh or srun
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
-    task = load_task(args)
-    train_set, val_set = task.build_datasets(args)
-    net = build_net(args, task)  # from --seed or --weights
-    check_run(args, task, train_set, val_set, net)  # a child process tries a few samples
-    net.to(device)
+    task = Task(args)  # the functions of task.py, or of --task
+    train_set, val_set = task.build_datasets()
+    net = task.build_net().to(device)  # from --seed or --weights
 
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # a first batch
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
-    dist.init_process_group(backend(device), init_method(), timeout(args.timeout), world_size, rank)
-    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    optimizer = task.build_optimizer(args, net)
-    common.scale_lr(optimizer, args.scale_lr)
+    dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
+    schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     average = common.build_average(args.average, net)
+    optimizer = task.build_optimizer(net)
+    common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
+    run = Run(state, train_sampler, val_set, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = DistributedDataParallel(
-        net, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
+    model = net  # this is called; net keeps the plain names
+    model = nn.parallel.DistributedDataParallel(
+        model, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
     )  # averages the gradients of all ranks during the backward
     common.compress_gradients(model, args.grad_compress)  # for slow links
     common.settle_buckets(model)  # a resumed run sums gradients in the same order as a new one
@@ -109,8 +106,9 @@ def main(argv: list[str] | None = None) -> int:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # or of the average
-        run.end_epoch(metrics)  # counts the epoch too
+        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # net, or its average
+        state.epoch, state.step = state.epoch + 1, 0
+        run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best
     if args.eval_only:
         run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()

@@ -8,12 +8,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import common
-from machinery.check import check_run
-from machinery.options import parse_args, schedule_of
-from machinery.processes import leaves_no_trace, run_main, set_up_device
+from common import State, set_up_device
+from machinery.cli import parse_args, run_options, schedule_options
+from machinery.process import leaves_no_trace, run_main
 from machinery.run import Run
-from machinery.state import State
-from machinery.tasks import Task, build_net, load_task
+from machinery.usertask import Task, check_run
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
@@ -62,39 +61,39 @@ def evaluate(
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("single", argv)
     device = set_up_device(args.device, args.deterministic)
-    task = load_task(args)
-    train_set, val_set = task.build_datasets(args)
-    net = build_net(args, task)  # from --seed or --weights
-    check_run(args, task, train_set, val_set, net)  # a child process tries a few samples
-    net.to(device)
+    task = Task(args)  # the functions of task.py, or of --task
+    train_set, val_set = task.build_datasets()
+    net = task.build_net().to(device)  # from --seed or --weights
 
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # a first batch
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
 
-    schedule = schedule_of(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    optimizer = task.build_optimizer(args, net)
-    common.scale_lr(optimizer, args.scale_lr)
+    schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.build_average(args.average, net)
+    optimizer = task.build_optimizer(net)
+    common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(args, state, train_sampler, val_set, device)  # position, log, stop
+    run = Run(state, train_sampler, val_set, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # train_ddp.py wraps it here
+    model = net  # this is called; net keeps the plain names
     if args.compile:
         model.compile()
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
-        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # or of the average
-        run.end_epoch(metrics)  # counts the epoch too
+        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # net, or its average
+        state.epoch, state.step = state.epoch + 1, 0
+        run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best
     if args.eval_only:
         run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()

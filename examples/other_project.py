@@ -8,7 +8,6 @@ folder machinery/.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -31,17 +30,6 @@ def make_data(samples: int, seed: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.square().sum(1, keepdim=True).sqrt())
 
 
-def choose_device() -> tuple[torch.device, str]:
-    """Return this rank's device and the backend for it; call it before anything uses a device."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu"), "gloo"
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    device = torch.device(
-        torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"])
-    )
-    return device, f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3)
@@ -49,8 +37,8 @@ def main() -> None:
     parser.add_argument("--accum-steps", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--file", type=Path, default=Path("other_project.pt"))
     args = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # of torchrun
-    device, backend = choose_device()
+    rank, local_rank, world_size = common.ranks_from_env()  # of torchrun
+    device = common.set_up_device(local_rank=local_rank)
 
     train_set, val_set = make_data(500, seed=1), make_data(101, seed=2)
     sampler = GlobalBatchSampler(
@@ -60,7 +48,7 @@ def main() -> None:
     train_loader = build_loader(train_set, sampler, device, seed=0, workers=0)
     val_loader = build_loader(val_set, val_sampler, device, seed=0, workers=0)
 
-    dist.init_process_group(backend)  # after the loaders, which may fork workers
+    dist.init_process_group(common.backend(device))  # after the loaders, which may fork workers
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double().to(device)
     optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0, nesterov=False)

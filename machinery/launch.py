@@ -28,11 +28,20 @@ if __name__ == "__main__":
 
 import torch.multiprocessing as mp
 
-from machinery.files import output_directory
-from machinery.options import parse_args
-from machinery.processes import FAILED, GRACE, SIGNALS, handle_signals, run_main, tell
-from machinery.rendezvous import check_address, stay_on_this_machine, use_interface_to
-from machinery.tasks import blame
+from machinery.cli import parse_args
+from machinery.process import (
+    FAILED,
+    GRACE,
+    SIGNALS,
+    check_address,
+    handle_signals,
+    run_main,
+    stay_on_this_machine,
+    tell,
+    use_interface_to,
+)
+from machinery.run import output_directory
+from machinery.usertask import blame
 from sampling import end_with_parent
 
 RESTARTS = 3  # after a failure
@@ -180,12 +189,12 @@ def main() -> int:
     os.environ["LAUNCH_PID"] = str(os.getpid())
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     os.environ["TORCHELASTIC_RUN_ID"] = run_id  # names the output directory of all attempts
-    last, received = output_directory(args) / "last.pt", []
+    last = output_directory(args.output_dir, Path(args.task).stem) / "last.pt"
+    received: list[int] = []  # signals
     before = last.stat().st_mtime_ns if last.exists() else None
     with tempfile.TemporaryDirectory() as directory:
-        os.environ["LAUNCH_RENDEZVOUS_FILE"] = (
-            f"{directory}/ranks"  # nothing listens to the network
-        )
+        # The ranks meet in a file: nothing listens to the network.
+        os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
         stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
             processes = start(script, argv, devices, attempt)

@@ -1,81 +1,85 @@
-"""A run as its loop sees it: position, stop, saving. Every rank has one."""
+"""A run as its loop sees it: position, stop, saving; its log; the files in its directory."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import math
+import os
 import shlex
 import signal
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 import common
-from common import MAX_SKIPPED_IN_A_ROW, UsageError, broadcast_object, get_rank, print0
-from machinery.check import check_agreement
-from machinery.files import RunFiles
-from machinery.log import Log
-from machinery.options import declared
-from machinery.processes import SIGNALS, Stopped, error_on_all, handle_signals
-from machinery.state import State
-from sampling import GlobalBatchSampler, end_with_parent
+from common import (
+    MAX_SKIPPED_IN_A_ROW,
+    State,
+    UsageError,
+    broadcast_object,
+    get_rank,
+    has_non_finite,
+    load_checkpoint,
+    print0,
+    save_checkpoint,
+)
+from machinery.process import SIGNALS, Stopped, StopSignal, attempt, error_on_all, restore
+from machinery.usertask import digest
+from sampling import GlobalBatchSampler, KeyedDataset
 
-
-class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []  # the places in SIGNALS, from 1: the highest wins
-        self.pending = None
-        received = self.received
-
-        def remember(number: int, frame: Any) -> None:
-            received.append(list(SIGNALS).index(number) + 1)
-
-        # The handlers outlive the run. They hold the list and not `self`: `pending` would keep
-        # gloo's threads alive.
-        handle_signals(remember)
-        if dist.is_initialized():
-            end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
-
-    def agreed(self, wait: bool = False) -> signal.Signals | None:
-        """Return the signal on which all ranks stop now. Call it on every rank.
-
-        The ranks' flags are reduced asynchronously and read one step later, so that no rank
-        waits for another. `wait` reads them at once.
-        """
-        flag = max(self.received, default=0)
-        if dist.is_initialized():
-            tensor = torch.tensor(flag)
-            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, async_op=True)
-            before, self.pending = self.pending, (work, tensor)  # before: of the last step
-            read = self.pending if wait else before  # None in the first step
-            if read:
-                read[0].wait()
-            flag = int(read[1]) if read else 0
-        return list(SIGNALS)[flag - 1] if flag else None
+# tqdm's default lock is one for several processes, and would be left behind.
+tqdm.set_lock(threading.RLock())
 
 
 class Run:
     """Position, checkpoints and end of a run. Create it on every rank; only rank 0 writes files.
 
-    Call each of its methods on every rank: within them the ranks talk to each other.
+    Call each of its methods on every rank: within them the ranks talk to each other. `config` is
+    stored in the checkpoint. A resume must give the options in `fixed` the values that they had.
+    All ranks must give those in `same_on_all_ranks` the same values.
     """
 
     def __init__(
         self,
-        args: Namespace,
         state: State,
         sampler: GlobalBatchSampler,
         val_set: Dataset,
         device: torch.device,
+        *,
+        epochs: int,
+        output_dir: str | None = None,
+        name: str = "run",
+        resume: str | None = None,
+        eval_only: bool = False,
+        best: str | None = None,
+        save_every: int | None = None,
+        keep_every: int | None = None,
+        log_every: int = 50,
+        tensorboard: bool = False,
+        replicas: int = 1,
+        config: dict[str, Any] | None = None,
+        fixed: Iterable[str] = (),
+        same_on_all_ranks: Iterable[str] = (),
     ) -> None:
-        self.args, self.state, self.sampler, self.device = args, state, sampler, device
-        self.log = Log(args, state, sampler, device)
+        self.state, self.sampler, self.device, self.epochs = state, sampler, device, epochs
+        self.output_dir, self.directory = output_dir, output_directory(output_dir, name)
+        self.resume_from, self.eval_only, self.best = resume, eval_only, best
+        self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
+        self.tensorboard, self.config, self.fixed = tensorboard, config or {}, set(fixed)
+        self.log = Log(state, sampler, device, epochs, replicas)
         self.meter = self.log.meter  # the loop adds to it
         names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
         self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
@@ -83,7 +87,8 @@ class Run:
         self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal on which the run ends
         self.refused = ""  # why the last save was refused
-        check_agreement(args, sampler.length, val_set, device)
+        must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
+        check_agreement(must_agree, self.config.get("task"), sampler.length, val_set, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
@@ -91,33 +96,55 @@ class Run:
         if checkpoint:
             self._restore(checkpoint)
             print0(f"resumed {self._position()}")
-        if not self.args.eval_only:  # which has nothing to save
-            self._on_rank0(lambda: self.files.rewind())  # not before the checkpoint fits
+        if not self.eval_only:  # which has nothing to save
+            self._on_rank0(lambda: self.files.rewind(checkpoint))  # after the checkpoint fits
             self.stop = StopSignal()
         self.log.start_times()
 
+    def _open(self) -> dict[str, Any] | None:
+        self.files = self.log.files = RunFiles(self.directory, self.eval_only)
+        if attempt() > 0 and not self.output_dir and not os.environ.get("LAUNCH_PID"):
+            raise UsageError("--output-dir is needed for torchrun to start a run again")
+        path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
+        if checkpoint:
+            self._check_config(checkpoint, path)
+        self.files.start(path, checkpoint, self.tensorboard)
+        return checkpoint
+
+    def _check_config(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Raise UsageError if an option or the data would silently make it another run."""
+        before = checkpoint["config"]
+        for name in self.fixed:
+            then, now = before.get(name, self.config[name]), self.config[name]
+            if name == "task":
+                then, now = Path(then).name, Path(now).name
+            if name == "best" and checkpoint["best"] is None:
+                continue  # no evaluation yet
+            if then != now:
+                other = "" if self.eval_only else ", or start anew without --resume"
+                option = f"--{name.replace('_', '-')} {now}"
+                raise UsageError(f"{option}: {path} was made with {then}; use that{other}")
+        then, now = checkpoint["samples"], self.sampler.length
+        if then != now and not self.eval_only:
+            problem = f"the training set had {then} samples, and has {now} now"
+            raise UsageError(f"--resume {path}: {problem}; that would be another run")
+
     def _restore(self, checkpoint: dict[str, Any]) -> None:
-        state = self.state
         try:
-            state.restore(checkpoint)
+            self.state.restore(checkpoint)
             self.meter.restore(checkpoint["log"])  # the sums since the last log line
             self.log.samples_before = sum(checkpoint["log"]["count"])
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
-            raise error_on_all(f"--resume {self.args.resume}: {problem}") from error
+            raise error_on_all(f"--resume {self.resume_from}: {problem}") from error
 
     def _position(self) -> str:
-        state, epochs = self.state, self.args.epochs
-        if self.args.eval_only and state.step == 0:
+        state, epochs = self.state, self.epochs
+        if self.eval_only and state.step == 0:
             return f"after epoch {state.epoch}"
         if state.epoch >= epochs:
             return f"after all {epochs} epochs: nothing is left to do; a larger --epochs goes on"
         return f"at epoch {state.epoch + 1}, step {state.step}"
-
-    def _open(self) -> dict[str, Any] | None:
-        self.files = self.log.files = RunFiles(self.args, self.sampler.length)
-        self.files.parameters = [name for name, _ in self.state.net.named_parameters()]
-        return self.files.checkpoint
 
     def _on_rank0(self, function: Callable[[], Any]) -> Any:
         """Call the function on rank 0; return its result, or raise its error, on every rank.
@@ -129,7 +156,7 @@ class Run:
             try:
                 result = function()
             except OSError as problem:
-                error = error_on_all(f"--output-dir {self.args.output_dir}: {problem}")
+                error = error_on_all(f"--output-dir {self.directory}: {problem}")
             except UsageError as problem:
                 error = error_on_all(str(problem))
         result, error = broadcast_object((result, error))
@@ -145,17 +172,17 @@ class Run:
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save or stop if it is time. Call it after each optimizer step."""
-        state, args = self.state, self.args
+        state = self.state
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
         ends = state.step == self.sampler.steps_per_epoch
-        logs = ends or state.global_step % args.log_every == 0
+        logs = ends or state.global_step % self.log_every == 0
         if logs:
             self.log.train_line(grad_norm)
         self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
         self.stopping = self.stop.agreed()
-        due = args.save_every and state.global_step % args.save_every == 0
+        due = self.save_every and state.global_step % self.save_every == 0
         saves = not ends and (due or self.stopping)  # train_*.py itself saves after an epoch
         if logs or saves:
             self._end_if_diverged()
@@ -178,27 +205,32 @@ class Run:
         return self.state.average.module
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
-        """Log the evaluation, count the epoch, and write last.pt, and best.pt if it is the best."""
-        state, args = self.state, self.args
+        """Log the evaluation, and write last.pt, and best.pt if it is the best.
+
+        Call it when `state.epoch` counts the epoch as done.
+        """
+        state = self.state
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
-        name = args.best or known[0]
+        name = self.best or known[0]
         if name not in known:
             raise error_on_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
         self.log.eval_line(metrics)
-        state.epoch, state.step = state.epoch + 1, 0
         names, best_before = [], state.best
         if self._improves(metrics[name], lower_is_better=name == "loss"):
             state.best, names = metrics[name], ["best.pt"]
-        if args.keep_every and state.epoch % args.keep_every == 0:
+        if self.keep_every and state.epoch % self.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
         # Waits: the save below must know of a stop. After the last epoch nothing is left to stop.
-        self.stopping = self.stop.agreed(wait=True) if state.epoch < args.epochs else None
+        self.stopping = self.stop.agreed(wait=True) if state.epoch < self.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
             # best.pt still has the score before. Only rank 0 knows, and only rank 0 saves `best`.
             state.best = best_before
-        if self.files and state.epoch == args.epochs and state.best is not None:
-            self._print_best(name)
+        if self.files and state.epoch == self.epochs and state.best is not None:
+            path = self.files.directory / "best.pt"
+            print(f"best {name} {state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
+            again = f"--eval-only --resume {shlex.quote(str(path))}"
+            print(f"to evaluate it: the same command with {again}", flush=True)
 
     def _improves(self, score: float, lower_is_better: bool) -> bool:
         """Return whether the score is better than the best one; NaN and infinity never are."""
@@ -207,12 +239,6 @@ class Run:
             return math.isfinite(score)
         gain = best - score if lower_is_better else score - best
         return gain > 1e-12 * abs(best)  # less is rounding, on another number of ranks
-
-    def _print_best(self, name: str) -> None:
-        path = self.files.directory / "best.pt"
-        print(f"best {name} {self.state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
-        again = f"--eval-only --resume {shlex.quote(str(path))}"
-        print(f"to evaluate it: the same command with {again}", flush=True)
 
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.
@@ -224,8 +250,9 @@ class Run:
         checkpoint = self.state.checkpoint()
         if self.files:
             checkpoint |= {"samples": self.sampler.length, "log": sums, "classes": self.classes}
-            checkpoint["config"] = declared(self.args)
-            self.refused = self.files.write_checkpoint(checkpoint, names)
+            checkpoint["config"] = self.config
+            parameters = [name for name, _ in self.state.net.named_parameters()]
+            self.refused = self.files.write_checkpoint(checkpoint, parameters, names)
         self.log.spend("save_s")
         if self.stopping:
             self._stop()
@@ -252,3 +279,313 @@ class Run:
             dist.barrier()  # rank 0 has written its files
         if refused:
             raise Stopped(3, f"the run is done, but its last state was not saved: {refused}")
+
+
+def check_agreement(
+    must_agree: dict[str, Any],
+    task: str | None,
+    train_length: int,
+    val_set: Dataset,
+    device: torch.device,
+) -> None:
+    """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
+
+    With another --batch-size on one node the ranks would hang. With another --seed, code or data
+    set they would go on to a wrong result. `task` is the path of its file.
+    """
+    if not dist.is_initialized():
+        return
+    root = Path(__file__).resolve().parent.parent
+    files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py"))]
+    files += [Path(task)] if task else []
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    must_agree = must_agree | {"the number of training samples": train_length}
+    n = len(val_set)
+    must_agree |= {"the number of evaluation samples": n}
+    # Ranks that list files or classes in another order would train on other data.
+    keyed = KeyedDataset(val_set, 0, skip_corrupt=True)
+    some = digest(keyed, [*range(0, n, math.ceil(n / 8))])
+    must_agree |= {"the hash of some evaluation samples": some}
+    must_agree |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, must_agree)
+    for name, first in ranks[0].items():
+        for rank, theirs in enumerate(ranks):
+            other = theirs.get(name, "unknown")
+            if first != other:
+                found = f"{first} on rank 0, but {other} on rank {rank}"
+                raise error_on_all(f"{name} is {found}; all nodes need the same")
+
+
+# --------------------------------------------------------------------------------- the log of a run
+
+
+class Log:
+    """The sums, speeds and times of a run, and the lines that show them.
+
+    Create it on every rank. Only rank 0 prints, and writes to its `files`. `meter` has the sums
+    since the last training line.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        sampler: GlobalBatchSampler,
+        device: torch.device,
+        epochs: int,
+        replicas: int = 1,
+    ) -> None:
+        self.state, self.sampler, self.device = state, sampler, device
+        self.epochs, self.devices = epochs, common.get_world_size() * replicas
+        self.meter = common.Meter(device)
+        self.bar: tqdm | None = None
+        self.files: RunFiles | None = None  # stays None on all ranks but 0
+        # For the next training line: when it began, and the seconds that the loop waited for data.
+        self.began = self.waited = 0.0
+        self.samples_before = 0  # of that line's samples, how many an earlier process trained on
+        self.lr = 0.0  # the learning rate of the step that is being made
+        self.start_times()
+
+    def watch(self, loader: DataLoader) -> Iterator[Any]:
+        """Yield the loader's batches; measure the time that the loop waits for them."""
+        if not self.bar:
+            self._print_header(loader)
+        self.bar = tqdm(
+            total=self.sampler.steps_per_epoch,
+            initial=self.state.step,
+            desc=f"epoch {self.state.epoch + 1}/{self.epochs}",
+            leave=False,
+            dynamic_ncols=True,
+            disable=None if get_rank() == 0 else True,  # None: on a terminal alone
+        )
+        self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
+        asked = self.began = time.perf_counter()
+        for batch in loader:
+            self.waited += time.perf_counter() - asked
+            yield batch
+            asked = time.perf_counter()
+        self.bar.close()
+
+    def _print_header(self, loader: DataLoader) -> None:
+        sampler, net = self.sampler, self.state.net
+        size = sum(parameter.numel() for parameter in net.parameters())
+        micro_batch = math.ceil(sampler.batch_size / sampler.accum_steps)
+        share = math.ceil(micro_batch / self.devices)
+        model = f"{type(net).__name__}, {size:,} parameters"
+        print0(
+            f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: {model}; "
+            f"loader workers per process: {loader.num_workers}\n"
+            f"{sampler.length} training samples: {sampler.steps_per_epoch} "
+            f"steps per epoch; a step: {sampler.batch_size} samples, "
+            f"{sampler.accum_steps} x up to {share} samples on each device"
+        )
+
+    def train_line(self, grad_norm: Tensor) -> None:
+        """Write the line of the steps since the last one. Call it on every rank."""
+        state, means, now = self.state, self.meter.mean(), time.perf_counter()
+        skipped = int(state.scaler.skipped.item())
+        line = {
+            "event": "train",
+            "epoch": state.epoch,
+            "step": state.step,
+            "global_step": state.global_step,
+            "loss": means["loss"],
+            "lr": self.lr,
+            "images_per_s": (means["count"] - self.samples_before) / (now - self.began),
+            "grad_norm": grad_norm.item(),
+            "skipped": skipped,
+            **{name: mean for name, mean in means.items() if name not in ("loss", "count")},
+            "data_wait": self.waited / (now - self.began),
+        }
+        self.began, self.waited, self.samples_before = now, 0.0, 0
+        self.meter.clear()
+        state.scaler.skipped.zero_()
+        warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
+        values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
+        speed = f"{line['images_per_s']:.0f} images/s  data {line['data_wait']:.0%}"
+        text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
+        self._write(line, f"step {state.step}/{self.sampler.steps_per_epoch}  {text}")
+
+    def start_times(self) -> None:
+        """Count the seconds for the next evaluation line; `mark` is the last reading."""
+        self.spent, self.mark = {"train_s": 0.0, "eval_s": 0.0, "save_s": 0.0}, time.perf_counter()
+
+    def spend(self, name: str) -> None:
+        """Count the seconds since the last call as those of training, evaluation or saving."""
+        now = time.perf_counter()
+        self.spent[name] += now - self.mark
+        self.mark = now
+
+    def eval_line(self, metrics: dict[str, float]) -> None:
+        """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
+        self.spend("eval_s")
+        values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
+        # Between two epochs the state counts the one before as done.
+        epoch = self.state.epoch - (self.state.step == 0 and self.state.epoch > 0)
+        line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
+        line |= self.spent
+        self.start_times()
+        self._write(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
+
+    def _write(self, line: dict[str, Any], text: str) -> None:
+        if not self.files:
+            return
+        self.files.write_line(line)
+        if line["event"] == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(text.partition("  ")[2])  # without the step, which it shows
+        else:
+            print(f"epoch {line['epoch'] + 1}/{self.epochs}  {text}", flush=True)
+
+
+# ------------------------------------------------------------------------------- the files of a run
+
+
+def output_directory(output_dir: str | None, name: str) -> Path:
+    """Return --output-dir, or a new name; a launcher's run id keeps it the same in a restart."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id == "none":
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return Path(output_dir or f"runs/{name}-{run_id}")
+
+
+def find_checkpoint(
+    directory: Path, resume: str | None, eval_only: bool = False
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
+
+    It is the file that --resume names. With --resume auto, and after a restart, it is last.pt of
+    the directory, if there is one. Raises UsageError if the file is damaged.
+    """
+    restarted = attempt() > 0 and not eval_only  # a launcher has started the ranks again
+    path = Path(resume) if resume not in (None, "auto") else None
+    if resume == "auto" or restarted:
+        last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
+        if last.exists():
+            path = last
+        elif others:  # a new run would replace it
+            problem = f"no last.pt in {directory}, but {others[0].name}"
+            raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
+    if not path and eval_only and resume:
+        raise UsageError(f"--resume auto: no checkpoint in {directory} to evaluate")
+    return (path, load_checkpoint(path)) if path else (None, None)
+
+
+class RunFiles:
+    """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
+
+    Raises UsageError if another run is writing there.
+    """
+
+    def __init__(self, directory: Path, eval_only: bool = False) -> None:
+        self.directory, self.eval_only = directory, eval_only
+        self.path: Path | None = None  # of the checkpoint of --resume
+        self.best_epoch: int | None = None  # of best.pt, counted from 1
+        self.read_back = False  # whether a save of this run could be loaded
+        self.tensorboard = None
+        directory.mkdir(parents=True, exist_ok=True)
+        # --eval-only in the directory of a run leaves its log as it is.
+        self.only_reads = eval_only and any(directory.glob("*.pt"))
+        name = os.devnull if self.only_reads else directory / "metrics.jsonl"
+        self.log = open(name, "a+", errors="replace")  # noqa: SIM115
+        # A notebook may keep an exception, and with it this object: the file must be closed anyway.
+        restore(lambda: weakref.ref(self.log), lambda log: log() and log().close())
+        try:
+            if not self.only_reads:
+                fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = "another run is writing there; choose another directory"
+            raise UsageError(f"--output-dir {directory}: {problem}") from error
+
+    def start(
+        self, path: Path | None, checkpoint: dict[str, Any] | None, tensorboard: bool
+    ) -> None:
+        """Begin at the checkpoint, or at the start of a run: find best.pt, open TensorBoard."""
+        self.path = path
+        best = checkpoint["best"] if checkpoint else None
+        if best is not None and not self.eval_only and not self._find_best(best):
+            checkpoint["best"] = None  # the next evaluation writes best.pt
+        if tensorboard and not self.only_reads:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = checkpoint["global_step"] + 1 if checkpoint else None
+            self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
+        print(f"output directory: {self.directory}", flush=True)
+
+    def rewind(self, checkpoint: dict[str, Any] | None) -> None:
+        """Go back to the checkpoint: last.pt becomes it, and the log loses its later lines."""
+        last = self.directory / "last.pt"
+        if checkpoint and self.path.resolve() != last.resolve():  # last.pt may also be damaged
+            save_checkpoint(checkpoint, last)
+        self.log.truncate(self._bytes_before(checkpoint))
+
+    def _find_best(self, best: float) -> bool:
+        """Return whether best.pt has the score `best`, or the one beside --resume, which is copied.
+
+        If --resume names an earlier checkpoint, best.pt may belong to a later epoch.
+        """
+        for name in (self.directory / "best.pt", self.path.with_name("best.pt")):
+            with contextlib.suppress(UsageError):  # no such file, or damaged
+                found = load_checkpoint(name)
+                if found["best"] == best:
+                    self.best_epoch = found["epoch"]
+                    if name.parent != self.directory:
+                        save_checkpoint(found, self.directory / "best.pt")
+                    return True
+        return False
+
+    def _bytes_before(self, checkpoint: dict[str, Any] | None) -> int:
+        """Return how much of metrics.jsonl is older than the checkpoint."""
+        kept = 0
+        self.log.seek(0)
+        for line in self.log if checkpoint else ():
+            try:
+                entry = json.loads(line)
+                done = entry["global_step"] <= checkpoint["global_step"]
+                if entry["event"] == "eval":
+                    done = entry["epoch"] < checkpoint["epoch"]
+            except (ValueError, KeyError, TypeError):  # torn, or not ours
+                break
+            if not done or not line.endswith("\n"):
+                break
+            kept += len(line.encode())
+        return kept
+
+    def write_line(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl; NaN and Inf become null."""
+        bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+        plain = line | dict.fromkeys(bad)
+        self.log.write(json.dumps(plain) + "\n")
+        self.log.flush()
+        position = {"event", "epoch", "step", "global_step", "count"}
+        for name in line.keys() - position if self.tensorboard else ():
+            self.tensorboard.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
+
+    def write_checkpoint(
+        self, checkpoint: dict[str, Any], parameters: list[str], names: tuple[str, ...]
+    ) -> str:
+        """Write the checkpoint under these names. Raises OSError if it cannot be written.
+
+        If one of the parameters is not finite, the last good files stay; return which ones.
+        """
+        bad = []
+        for part in ("model", "average"):  # the average is {} if there is none
+            values = checkpoint[part]
+            bad += [name for name in parameters if name in values and has_non_finite(values[name])]
+        if bad:
+            problem = f"non-finite values in {', '.join(bad[:5])}"
+            kept = "not saved, the last good checkpoint stays"
+            print(f"{kept}: {problem}", file=sys.stderr, flush=True)
+            return problem
+        if "best.pt" in names:
+            self.best_epoch = checkpoint["epoch"]
+        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
+        save_checkpoint(checkpoint, *(self.directory / name for name in names))
+        if not self.read_back:  # an optimizer of the task may hold what no run can load
+            load_checkpoint(self.directory / names[-1])
+            self.read_back = True
+        return ""
+
+    def close(self) -> None:
+        if self.tensorboard:
+            self.tensorboard.close()
+        self.log.close()

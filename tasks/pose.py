@@ -1,6 +1,6 @@
 """Pose of several people on COCO's keypoint files: stacked hourglass, joints grouped, OKS-AP.
 
-    bash run.sh ddp 4 --task examples/pose.py --data-dir coco --image-size 512 --best AP
+    bash run.sh ddp 4 --task pose --data-dir coco --image-size 512 --best AP
 
 --data-dir holds train2017/, val2017/ and annotations/person_keypoints_{train,val}2017.json, which
 pycocotools reads. The network finds the joints of all people in a picture, and at each joint the
@@ -18,7 +18,7 @@ from pycocotools.cocoeval import COCOeval
 from torch import nn
 from torchvision.transforms import v2
 
-from task import conv_bn, read_images
+from tasks.images import conv_bn, read_images
 
 JOINTS, MOST = 17, 30  # of a person; people of a picture, the largest ones
 MARKS, MAPS = JOINTS + 1, 3 * JOINTS + 1  # joints and centre; with the ways from joints to centres
@@ -26,6 +26,8 @@ SWAPPED = [0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15, 17]  # in a
 
 
 def add_options(parser):
+    parser.add_argument("--data-dir", required=True, help="directory of COCO's files")
+    parser.add_argument("--image-size", type=int, default=512, help="side of the square pictures")
     parser.add_argument("--stacks", type=int, default=2, help="hourglasses, one after the other")
     parser.add_argument("--width", type=int, default=128, help="channels of an hourglass")
 
@@ -84,7 +86,7 @@ def maps_of(points, seen, grid):
 
 
 def build_datasets(args):
-    folder, side = Path(args.data_dir), args.image_size or 512
+    folder, side = Path(args.data_dir), args.image_size
     return Pictures(folder, "train2017", side, True), Pictures(folder, "val2017", side, False)
 
 

@@ -1,6 +1,6 @@
-"""The replicas of train_dp.py, and SyncBatchNorm for the CPU, where torch has none.
+"""What dp and fsdp need beside torch, and SyncBatchNorm for the CPU, where torch has none.
 
-With them the tests prove all modes on any machine.
+With the CPU versions the tests prove all modes on any machine.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
+from torch.utils.data import DataLoader
 
-from common import autocast, batch_norms, reduce_value, tree_map
-from machinery.tasks import Task
+from common import autocast, batch_norms, reduce_value, to_device, tree_map
+from machinery.usertask import Task
 from sampling import seed_generators
+
+# ---------------------------------------------------------------------------------------------- dp
 
 
 class WithLoss(nn.Module):
@@ -74,6 +78,9 @@ def data_parallel(module: nn.Module, replicas: int, device: torch.device) -> nn.
     if device.type == "cpu":
         return DataParallelOnCPU(module, replicas)
     return DataParallel(module, range(replicas))
+
+
+# ------------------------------------------------------------------------------- BatchNorm on a CPU
 
 
 class AllReduceSum(torch.autograd.Function):
@@ -137,3 +144,47 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
     for norm in batch_norms(net):
         norm.__class__ = SyncBatchNorm  # the same parameters and settings, another forward
     return net
+
+
+# ------------------------------------------------------------------------------------------- fsdp
+
+
+def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """Return all ranks in one row, or in rows of `shard_size`: each row holds the whole network.
+
+    8 ranks with --shard-size 4 are two rows, each with a whole copy.
+    """
+    world_size = dist.get_world_size()
+    if shard_size in (None, world_size):
+        return init_device_mesh(device.type, (world_size,))
+    shape = (world_size // shard_size, shard_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Cut the parameters of each of the modules, and then all others, among the ranks.
+
+    Before the forward and the backward of a module the ranks collect its parameters, and forget
+    them afterwards. They travel in their own type: with --amp bf16 autocast rounds them, as in DDP.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
+
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    # What is left is small, and the backward begins with it: it is kept after the forward.
+    fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    for module in net.modules():  # gloo's mean of shards is a sum in torch 2.8
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def join_forwards(model: nn.Module, loader: DataLoader, device: torch.device, amp: str) -> None:
+    """Run the forward that other ranks have still to make, if they have a batch more.
+
+    In each forward of a sharded network every rank sends its part of the parameters.
+    """
+    for _ in range(loader.batch_sampler.missing):
+        inputs, _ = to_device(loader.dataset.__getitems__((0, [0])), device)
+        with autocast(device, amp):
+            model(inputs)

@@ -1,6 +1,6 @@
 """Object detection in the style of YOLOv3 on COCO files: three scales, three anchors each, box AP.
 
-    bash run.sh ddp 4 --task examples/detect.py --data-dir coco --image-size 416 --best AP
+    bash run.sh ddp 4 --task detect --data-dir coco --image-size 416 --best AP
 
 --data-dir holds train2017/, val2017/ and annotations/instances_{train,val}2017.json. The package
 pycocotools reads the files and computes AP.
@@ -22,7 +22,7 @@ from torch import nn
 from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_iou_loss
 from torchvision.transforms import v2
 
-from task import conv_bn, read_images
+from tasks.images import conv_bn, read_images
 
 MOST = 50  # boxes of a picture; the smallest are left out
 # Width and height of nine, as shares of the picture. Source: arXiv:1804.02767, for 416 pixels.
@@ -31,12 +31,14 @@ ANCHORS = torch.tensor(SIDES).view(9, 2) / 416
 
 
 def add_options(parser):
+    parser.add_argument("--data-dir", required=True, help="directory of COCO's files")
+    parser.add_argument("--image-size", type=int, default=416, help="side of the square pictures")
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--min-score", type=float, default=0.01, help="of a box that counts for AP")
 
 
 class Boxes(torch.utils.data.Dataset):
-    """Pictures uint8 [3, side, side], and their boxes: centre, width, height as shares of the side."""
+    """Pictures uint8 [3, side, side], and boxes: centre, width, height as shares of the side."""
 
     def __init__(self, folder, part, side, training):
         with contextlib.redirect_stdout(io.StringIO()):
@@ -70,7 +72,7 @@ class Boxes(torch.utils.data.Dataset):
 
 
 def build_datasets(args):
-    folder, side = Path(args.data_dir), args.image_size or 416
+    folder, side = Path(args.data_dir), args.image_size
     return Boxes(folder, "train2017", side, True), Boxes(folder, "val2017", side, False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import math
@@ -14,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError
-from machinery.processes import Stopped, attempt, resolve_device_type
-from machinery.rendezvous import take_ranks_of_slurm
-from machinery.tasks import blame, fresh, load_module
+from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_type
+from machinery.process import Stopped, attempt, follow_launcher, take_ranks_of_slurm
+from machinery.usertask import blame, load_module
 
 # Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
 # An option without PER_NODE has one value on all nodes.
@@ -107,18 +107,28 @@ amount, share = number(float, 0), number(float, 0, 1)
 filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
-TASK = str(Path(__file__).resolve().parent.parent / "task.py")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+TASK = str(ROOT / "task.py")
+
+
+def task_file(name: str) -> str:
+    """Return the path of a task: that of NAME in tasks/, or the Python file that is named."""
+    if name.endswith(".py"):
+        return name
+    known = sorted(path.stem for path in (ROOT / "tasks").glob("*.py"))
+    if name not in known:
+        problem = f"must be a file with a name that ends in .py, or one of {', '.join(known)}"
+        raise argparse.ArgumentTypeError(f"{problem}; got {name!r}")
+    return str(ROOT / "tasks" / f"{name}.py")
+
 
 # fmt: off
 
 group("most used")
-option("--task", filled, "FILE.py", TASK, EVALUATED | PER_NODE, "the problem to train on")
-datasets = ["digits", "mnist", "fashion-mnist", "cifar10", "cifar100", "imagefolder", "synthetic"]
-option("--dataset", datasets, None, "digits", EVALUATED, "what the default task trains on")
-option("--data-dir", filled, "DIR", None, FREE,
-       "directory of the data set's files; digits and synthetic need none")
-option("--model", filled, "NAME", "digitnet", EVALUATED,
-       "digitnet, resnet9, or any torchvision classification model")
+option("--task", task_file, "NAME|FILE.py", TASK, EVALUATED | PER_NODE,
+       "the problem to train on: a name in tasks/, or your file")
 option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
 option("--batch-size", positive, "N", 64, FIXED, "samples per optimizer step, over all devices")
 option("--lr", amount, "X", 0.1, FIXED, "peak learning rate")
@@ -129,19 +139,15 @@ option("--resume", filled, "auto|FILE", None, FREE,
        "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
 
 group("data")
-flag("--download", FREE, "fetch the data set into --data-dir if it is missing")
 flag("--skip-corrupt", MAY_CHANGE,
        "replace a sample that cannot be read by the next one; else the run ends")
 flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
-option("--image-size", number(int, 8), "N", None, EVALUATED,
-       "side of the square images of imagefolder and synthetic")
 option("--workers", whole, "N", None, FREE,
        "loader processes per device (default: 0 if the data set is `in_memory`, as the digits are, "
        "else its cores, at most 8)")
 
 group("model")
-option("--weights", filled, "FILE|default", None, FREE,
-       "start from the tensors in FILE that fit; default: torchvision's for --model")
+option("--weights", filled, "FILE", None, FREE, "start from the tensors in FILE that fit")
 option("--freeze", filled, "PATTERN", [], EVALUATED,
        "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
        nargs="+")
@@ -167,7 +173,6 @@ option("--scale-lr", ["none", "linear", "sqrt"], None, "none", FIXED,
        "multiply --lr by the world size, or its root")
 option("--clip-grad-norm", number(float, 1e-12), "X", None, FIXED,
        "largest norm of the whole gradient (default: no limit)")
-option("--label-smoothing", share, "X", 0.1, EVALUATED, "probability spread over all classes")
 option("--average", ["none", "ema"], None, "none", EVALUATED,
        "evaluate an exponential average of the weights over the steps")
 
@@ -232,10 +237,19 @@ class Parser(argparse.ArgumentParser):
         known = choices or self._option_string_actions
         close = difflib.get_close_matches(wrong[1].lower(), known, 1) if wrong else []
         hint = f"did you mean {close[0]}?" if close else "--help lists the options"
+        if wrong and not choices and (tasks := tasks_with(wrong[1])):
+            raise UsageError(f"{wrong[1]} belongs to --task {tasks}")
         raise UsageError(f"{message.removeprefix('argument ')} ({hint})")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         raise Stopped(status, "")  # after --help
+
+
+def tasks_with(option: str) -> str:
+    """Return the names of the tasks in tasks/ that add this option, or an empty text."""
+    quoted = f'"{option.partition("=")[0]}"'
+    tasks = sorted((ROOT / "tasks").glob("*.py"))
+    return " or ".join(path.stem for path in tasks if quoted in path.read_text())
 
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
@@ -260,16 +274,15 @@ def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None)
     They describe the run, like those that are FIXED.
     """
     first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    first.add_argument("--task", default=TASK, nargs="?")
-    path = Path(first.parse_known_args(argv)[0].task or TASK)
-    # Most tasks add none. Then their code is not run in the process that only starts the ranks.
-    adds = re.compile(rb"\badd_options\b|\bimport \*")
-    if not path.is_file() or not adds.search(path.read_bytes()):
+    first.add_argument("--task", type=task_file, default=TASK, nargs="?")
+    path = Path()
+    with contextlib.suppress(argparse.ArgumentError):  # the parser of the mode says so
+        path = Path(first.parse_known_args(argv)[0].task or TASK)
+    if not path.is_file():
         return []
     with blame(f"--task {path}: add_options", str(path)):
         group = parser.add_argument_group(f"task {path.stem}")
-        fresh[path] = load_module(path)
-        if add_options := getattr(fresh[path], "add_options", None):
+        if add_options := getattr(load_module(path), "add_options", None):
             add_options(group)
     return [action.dest for action in group._group_actions]
 
@@ -280,10 +293,26 @@ def declared(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in names}
 
 
-def schedule_of(args: argparse.Namespace) -> dict[str, Any]:
+def schedule_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that common.lr_factor takes."""
     names = ("schedule", "epochs", "warmup_epochs", "step_epochs", "step_gamma", "final_lr")
     return {name: getattr(args, name) for name in names}
+
+
+def run_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that Run takes."""
+    names = ("epochs", "output_dir", "resume", "eval_only", "best", "save_every", "keep_every")
+    config = declared(args)
+    fixed = config.keys() - keys(MAY_CHANGE)
+    if args.eval_only:
+        fixed = keys(EVALUATED) | {*args.task_options}  # what changes the numbers
+    return {name: getattr(args, name) for name in (*names, "log_every", "tensorboard")} | {
+        "name": Path(args.task).stem,  # of a new directory
+        "replicas": getattr(args, "replicas", 1),
+        "config": config,
+        "fixed": fixed,
+        "same_on_all_ranks": config.keys() - keys(PER_NODE),
+    }
 
 
 def is_plain(value: Any) -> bool:
@@ -309,7 +338,8 @@ def parse_args(
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         problem = f"its value {value!r} cannot be stored in a checkpoint"
         advice = "parse a number, a text or a list of them, and convert it in build_datasets"
-        refuse(not is_plain(value), f"--task {args.task}: {option}: {problem}; {advice}")
+        if not is_plain(value):
+            raise UsageError(f"--task {args.task}: {option}: {problem}; {advice}")
     if mode == "spawn":
         check_nodes(args)
     check_devices(args, mode, devices)
@@ -321,19 +351,14 @@ def parse_args(
     return args
 
 
-def refuse(wrong: Any, message: str) -> None:
-    if wrong:
-        raise UsageError(message)
-
-
 def check_nodes(args: argparse.Namespace) -> None:
     """Check what train_spawn.py on several machines needs to find the others."""
-    missing = args.nnodes > 1 and (args.node_rank is None or not args.dist_url)
-    needed = "--node-rank, which counts machines from 0, and --dist-url, where the first one is"
-    refuse(missing, f"--nnodes {args.nnodes} needs {needed}")
+    if args.nnodes > 1 and (args.node_rank is None or not args.dist_url):
+        needed = "--node-rank, which counts machines from 0, and --dist-url, where the first one is"
+        raise UsageError(f"--nnodes {args.nnodes} needs {needed}")
     args.node_rank = args.node_rank or 0
-    rank = f"--node-rank {args.node_rank}"
-    refuse(args.node_rank >= args.nnodes, f"{rank} must be below --nnodes {args.nnodes}")
+    if args.node_rank >= args.nnodes:
+        raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
 
 
 def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> None:
@@ -343,6 +368,7 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if launched:
+        follow_launcher()
         here, world_size = (int(os.environ.get(n, 1)) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     else:
         for name in ("RANK", "LOCAL_RANK"):
@@ -354,90 +380,85 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> N
         here = devices or 1
         world_size = here * getattr(args, "nnodes", 1)
     # SLURM may show each of its tasks one device alone.
-    wrong = device_type != "cpu" and here > available and not by_srun
-    advice = f"use {available}, or --device cpu"
-    refuse(wrong, f"{here} processes or replicas, but only {available} accelerators; {advice}")
+    if device_type != "cpu" and here > available and not by_srun:
+        problem = f"{here} processes or replicas, but only {available} accelerators"
+        raise UsageError(f"{problem}; use {available}, or --device cpu")
     least = world_size * args.accum_steps
-    pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
-    problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"
-    refuse(args.batch_size < least, f"{problem}; it must be at least {least}")
+    if args.batch_size < least:
+        pieces = f"{world_size} devices x {args.accum_steps} accumulation steps"
+        problem = f"--batch-size {args.batch_size} cannot be cut into {pieces}"
+        raise UsageError(f"{problem}; it must be at least {least}")
     size = getattr(args, "shard_size", None) or world_size
-    wrong = world_size % size != 0
-    refuse(wrong, f"--shard-size {size} must divide the number of devices, {world_size}")
+    if world_size % size != 0:
+        raise UsageError(f"--shard-size {size} must divide the number of devices, {world_size}")
 
 
 def check_values(args: argparse.Namespace, mode: str) -> None:
-    """Check options that contradict each other, or have no effect."""
+    """Check options that contradict each other, and what a mode cannot do."""
     if args.eval_batch_size is None:
         args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
     schedule, steps = args.schedule, args.step_epochs
     marks = f"--step-epochs {' '.join(map(str, steps))}"
-    missing = args.tensorboard and not importlib.util.find_spec("tensorboard")
-    refuse(missing, "--tensorboard needs the package tensorboard: pip install tensorboard")
-
-    both = args.amp != "off" and args.dtype == "float64"
-    refuse(both, f"--amp {args.amp} is half precision and --dtype float64 double; leave one out")
-    missing = schedule == "step" and not steps
-    refuse(missing, "--schedule step needs --step-epochs, when the rate drops, as 15 25")
-    unused, use = steps and schedule not in USE_MARKS, " or ".join(USE_MARKS)
-    refuse(unused, f"{marks} has no effect on --schedule {schedule}; use {use}")
-    too_many = schedule in ("cyclic", "sawtooth") and len(steps) > 1
-    refuse(too_many, f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise UsageError("--tensorboard needs the package tensorboard: pip install tensorboard")
+    if args.amp != "off" and args.dtype == "float64":
+        problem = f"--amp {args.amp} is half precision and --dtype float64 double"
+        raise UsageError(f"{problem}; leave one out")
+    if schedule == "step" and not steps:
+        raise UsageError("--schedule step needs --step-epochs, when the rate drops, as 15 25")
+    if steps and schedule not in USE_MARKS:
+        use = " or ".join(USE_MARKS)
+        raise UsageError(f"{marks} has no effect on --schedule {schedule}; use {use}")
+    if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
+        raise UsageError(f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
     # A run of one epoch may cut the default.
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
-    longer = warmup > args.epochs and warmup != usual.settings["default"]
-    refuse(longer, f"--warmup-epochs {warmup:g} is longer than the run, --epochs {args.epochs}")
-    wrong = mode == "dp" and args.compile
-    refuse(wrong, "--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
-    wrong = mode == "dp" and args.sync_bn
-    refuse(wrong, "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp or spawn")
+    if warmup > args.epochs and warmup != usual.settings["default"]:
+        problem = f"--warmup-epochs {warmup:g} is longer than the run"
+        raise UsageError(f"{problem}, --epochs {args.epochs}")
     compress = f"--grad-compress {args.grad_compress}"
-    wrong = mode in ("single", "dp") and args.grad_compress != "none"
-    refuse(wrong, f"{compress} has no effect in one process; use ddp or spawn, or leave it out")
-    if mode == "fsdp":
-        wrong = args.grad_compress != "none"
-        refuse(wrong, f"{compress} belongs to DDP; leave it out")
-        refuse(args.amp == "fp16", "--amp fp16 cannot scale sharded gradients; use --amp bf16")
-        refuse(args.channels_last, "--channels-last: torch shards contiguous parameters alone")
-        refuse(args.find_unused_parameters, "--find-unused-parameters belongs to DDP; leave it out")
+    if args.grad_compress != "none" and mode not in ("ddp", "spawn"):
+        raise UsageError(f"{compress} belongs to DDP; use ddp or spawn, or leave it out")
+    if mode == "dp" and args.compile:
+        raise UsageError("--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
+    if mode == "dp" and args.sync_bn:
+        problem = "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"
+        raise UsageError(f"{problem}; use ddp or spawn")
+    if mode == "fsdp" and args.amp == "fp16":
+        raise UsageError("--amp fp16 cannot scale sharded gradients; use --amp bf16")
+    if mode == "fsdp" and args.channels_last:
+        raise UsageError("--channels-last: torch shards contiguous parameters alone")
 
 
 def check_files(args: argparse.Namespace) -> None:
     """Check that the named files and directories are there, and hold no other run."""
-    if args.dataset not in ("digits", "synthetic"):
-        missing = args.data_dir is None
-        refuse(missing, f"--dataset {args.dataset} needs --data-dir, the directory of its files")
-        missing = not args.download and not Path(args.data_dir).is_dir()
-        refuse(missing, f"--data-dir {args.data_dir}: no such directory")
-    unused = args.data_dir and args.task == TASK and args.dataset in ("digits", "synthetic")
-    data = f"--data-dir {args.data_dir} has no effect on --dataset {args.dataset}"
-    refuse(unused, f"{data}; add --dataset imagefolder, or leave it out")
     check_file("--task", args.task)
-    wrong = Path(args.task).suffix != ".py"
-    refuse(wrong, f"--task {args.task}: must be a Python file with a name that ends in .py")
-    if args.weights not in (None, "default"):
+    if args.weights:
         check_file("--weights", args.weights)
     if args.resume not in (None, "auto"):
         check_file("--resume", args.resume)
-    missing = args.eval_only and not args.resume and not args.weights
-    refuse(missing, "--eval-only needs --resume FILE or --weights FILE, what to evaluate")
-    missing = args.resume == "auto" and not args.output_dir
-    refuse(missing, "--resume auto needs --output-dir, the directory whose last.pt it looks for")
+    if args.eval_only and not args.resume and not args.weights:
+        raise UsageError("--eval-only needs --resume FILE or --weights FILE, what to evaluate")
+    if args.resume == "auto" and not args.output_dir:
+        needed = "--output-dir, the directory whose last.pt it looks for"
+        raise UsageError(f"--resume auto needs {needed}")
     if not args.output_dir:
         return
     directory = Path(args.output_dir)
     own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
-    taken = not own and not args.eval_only and not attempt() and any(directory.glob("*.pt"))
-    advice = "continue it with --resume auto, or choose another directory"
-    refuse(taken, f"--output-dir {directory} already holds a run; {advice}")
+    if not own and not args.eval_only and not attempt() and any(directory.glob("*.pt")):
+        advice = "continue it with --resume auto, or choose another directory"
+        raise UsageError(f"--output-dir {directory} already holds a run; {advice}")
     folder = directory.absolute()
     while not os.path.lexists(folder):  # a link to nowhere is in the way too
         folder = folder.parent
-    wrong = not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK)
-    refuse(wrong, f"--output-dir {directory}: cannot write in {folder}; choose another one")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"cannot write in {folder}; choose another one"
+        raise UsageError(f"--output-dir {directory}: {problem}")
 
 
 def check_file(option: str, name: str) -> None:
     path = Path(name)
-    problem = "is a directory; name a file in it" if path.is_dir() else "no such file"
-    refuse(not path.is_file(), f"{option} {name}: {problem}")
+    if not path.is_file():
+        problem = "is a directory; name a file in it" if path.is_dir() else "no such file"
+        raise UsageError(f"{option} {name}: {problem}")

@@ -1,0 +1,325 @@
+"""How one process of a run begins, meets the others, stops on a signal, and ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from common import UsageError
+from sampling import end_with_parent
+
+# They stop a run at the next step; after saving it ends with this exit code.
+SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
+PRIORITY = [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM]  # of two signals the later one wins
+# A rank raises this when another is gone. A lost connection of the task itself has other words.
+LOST_CONNECTION = re.compile(
+    r"(gloo|NCCL|SocketImpl|Store).*"
+    r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
+    re.DOTALL,
+)
+FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
+GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
+REPEATED = 30  # seconds that the other ranks wait before they print the first rank's error too
+NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
+RENDEZVOUS_HINT = (
+    "Check that every node was started, with its own --node-rank and the address and port of the "
+    "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
+)
+_is_program = False  # run_main sets it; it stays False where a notebook calls main
+at_end = contextlib.ExitStack()  # what `restore` has noted
+
+
+class Stopped(Exception):
+    """Every rank ends at the same step, with this exit code."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+        self.code, self.reason = code, reason
+
+
+def error_on_all(message: str) -> Exception:
+    """Return the error for bad input that every rank raises together."""
+    return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
+
+
+def attempt() -> int:
+    """Return how often a launcher has started the ranks again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+# ------------------------------------------------------------------------- main called by a program
+
+
+def restore(read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+    """Note what `read` returns now; at the end of the run `write` puts it back."""
+    at_end.callback(write, read())
+
+
+def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a script's main: after the run a notebook has its own signals and environment."""
+
+    def write_environment(before: dict[str, str]) -> None:
+        os.environ.clear()
+        os.environ.update(before)
+
+    @functools.wraps(main)
+    def wrapper(*arguments: Any, **options: Any) -> int:
+        if _is_program:
+            return main(*arguments, **options)
+        with at_end:
+            restore(lambda: dict(os.environ), write_environment)
+            mask = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK)
+            restore(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), mask)
+            return main(*arguments, **options)
+
+    return wrapper
+
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+def handle_signals(handler: Callable[[int, Any], None]) -> None:
+    """Let `handler` answer the signals that stop a run, until the run ends."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python lets only the main thread decide it
+    for number in SIGNALS:
+        # None: a library in C had set it
+        before = signal.getsignal(number) or signal.SIG_DFL
+        restore(lambda before=before: before, functools.partial(signal.signal, number))
+        signal.signal(number, handler)
+
+
+class StopSignal:
+    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []  # numbers of PRIORITY, from 1
+        self.on_its_way: tuple | None = None  # the all-reduce of the last step
+        received = self.received
+
+        def remember(number: int, frame: Any) -> None:
+            received.append(PRIORITY.index(number) + 1)
+
+        # The handlers outlive the run. They hold the list and not `self`: `on_its_way` would keep
+        # gloo's threads alive.
+        handle_signals(remember)
+        if dist.is_initialized():
+            end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
+
+    def agreed(self, wait: bool = False) -> signal.Signals | None:
+        """Return the signal on which all ranks stop now. Call it on every rank.
+
+        The ranks' numbers are reduced asynchronously and read one step later, so that no rank
+        waits for another. `wait` reads them at once.
+        """
+        highest = max(self.received, default=0)
+        if dist.is_initialized():
+            mine = torch.tensor(highest)
+            work = dist.all_reduce(mine, dist.ReduceOp.MAX, async_op=True)
+            older, self.on_its_way = self.on_its_way, (work, mine)
+            work, reduced = self.on_its_way if wait else older or (None, torch.tensor(0))
+            if work:  # None in the first step
+                work.wait()
+            highest = int(reduced)
+        return PRIORITY[highest - 1] if highest else None
+
+
+# -------------------------------------------------------------------------- where ranks find others
+
+
+def follow_launcher() -> None:
+    """End with the launcher of this rank: without it a rank would train on unseen."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
+        os._exit(1)  # the launcher was killed before
+
+
+def init_method() -> str:
+    """Return where the ranks of train_ddp.py and train_fsdp.py meet, for init_process_group.
+
+    Under run.sh it is a file, a new one for each attempt: nothing listens to the network, and no
+    port can be taken. Otherwise it is MASTER_ADDR and MASTER_PORT, and gloo takes the interface
+    that leads there.
+    """
+    if file := os.environ.get("LAUNCH_RENDEZVOUS_FILE"):
+        ranks = f"rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"
+        return f"file://{file}-{attempt()}?{ranks}"
+    use_interface_to(os.environ.get("MASTER_ADDR", ""))
+    return "env://"
+
+
+def timeout(seconds: float) -> timedelta:
+    """Return how long a rank waits for the others before it gives up."""
+    return timedelta(seconds=seconds)
+
+
+def take_ranks_of_slurm() -> bool:
+    """Translate SLURM's variables into torchrun's (RANK, LOCAL_RANK, ...); return True under srun.
+
+    A batch script has most of these variables too, but no step: what it starts without srun is
+    not a rank.
+    """
+    if "RANK" in os.environ or "SLURM_STEP_NODELIST" not in os.environ:
+        return False
+    get = os.environ.__getitem__
+    per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", get("SLURM_STEP_TASKS_PER_NODE"))  # as 8(x2),4
+    tasks = [int(count) for count, times in per_node for _ in range(int(times or 1))]
+    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", get("SLURM_STEP_NODELIST")).split(",")[0]  # gpu[07-09]
+    os.environ.update(
+        RANK=get("SLURM_PROCID"),
+        LOCAL_RANK=get("SLURM_LOCALID"),
+        WORLD_SIZE=get("SLURM_STEP_NUM_TASKS"),
+        LOCAL_WORLD_SIZE=str(tasks[int(get("SLURM_NODEID"))]),
+    )
+    os.environ.setdefault("MASTER_ADDR", first if len(tasks) > 1 else "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(20_000 + int(get("SLURM_JOB_ID")) % 10_000))
+    return True
+
+
+def check_address(option: str, host: str, port: int, node_rank: int, nnodes: int) -> None:
+    """Raise UsageError if the host is unknown, or if the first node cannot listen there."""
+    try:
+        found = socket.getaddrinfo(host, None)[0][4][0]
+        if node_rank == 0:
+            socket.create_server((host, port)).close()
+    except (OSError, UnicodeError, OverflowError) as error:
+        wanted = "it must lead to the node with --node-rank 0, to a port that is free there"
+        raise UsageError(f"{option}: {error}; {wanted}") from error
+    if nnodes > 1 and found.startswith("127.") and host not in (found, "localhost"):
+        problem = f"{host} is {found} here, which other nodes cannot reach (see /etc/hosts)"
+        raise UsageError(f"{option}: {problem}; give its IP address")
+
+
+def stay_on_this_machine() -> None:
+    """Let ranks that are all here talk over the loopback, which nobody else can reach."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+def use_interface_to(host: str) -> None:
+    """Let gloo talk over the interface that leads to `host`.
+
+    By itself gloo takes the address of the machine's own name, which is often a loopback.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    no_way = contextlib.suppress(OSError, UnicodeError)  # the ranks will say so
+    with no_way, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex() if not own.startswith("127.") else ():
+            with contextlib.suppress(OSError):  # an interface without an address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, netdevice(7)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+# --------------------------------------------------------------------------------------- exit codes
+
+
+def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
+    """Run `main` and return the exit code of this process.
+
+    0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving; a
+    failed rank tells its launcher FAILED. A signal before training begins ends the process at
+    once: nothing can be lost yet. `hard_exit` ends the process here, without Python's clean-up.
+    """
+    global _is_program
+    _is_program = True
+    atexit.register(ignore_signals)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
+    try:
+        code = main()
+        if code is None:  # torch's @record returns it after a task's sys.exit(0)
+            raise RuntimeError("the run was left before its end, without an error")
+        reason = ""
+    except UsageError as error:
+        if not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
+        tell(f"error: {error}")
+        if dist.is_initialized():
+            leave(2)  # without a barrier: the other ranks do not know of the error
+        return 2
+    except Stopped as stop:
+        code, reason = stop.code, stop.reason
+    except (Exception, SystemExit) as error:
+        return fail(error)
+    if dist.is_initialized():  # not in the except block: the exception held main's DDP
+        dist.barrier()  # rank 0 has saved, and nobody waits any more
+        dist.destroy_process_group()
+    if reason and os.environ.get("LOCAL_RANK", "0") == "0":
+        tell(f"{reason} (exit code {code})")
+    if hard_exit:
+        ignore_signals()
+        leave(code)
+    return code
+
+
+def fail(error: BaseException) -> int:
+    """Report what a rank raised, and end the process so that its launcher blames the right rank.
+
+    Under run.sh and spawn a rank that has lost another one ends in silence: the other one prints
+    the cause. Torchrun blames the rank that ends first. There a rank that has lost another one
+    returns, which takes longer than `leave`.
+    """
+    words, meaning = f"{type(error).__name__}: {error}", ""
+    calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SystemExit):
+        meaning = f"the run was left before its end, by sys.exit({error.code!r})"
+    elif "find_unused_parameters=True" in words:
+        meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
+    elif "rebuild_storage_fd" in calls:
+        # torch could not open the memory of a batch, as the worker that sent it was killed.
+        meaning = "a DataLoader worker of this process exited unexpectedly: was it out of memory?"
+    elif not dist.is_initialized() and "RANK" in os.environ and NOT_MET.search(words):
+        meaning = f"the ranks have not met within --timeout. {RENDEZVOUS_HINT}"
+    lost = not meaning and LOST_CONNECTION.search(words)
+    launched = {"LAUNCH_PID", "RANK"} <= os.environ.keys()
+    if lost and launched:
+        leave(FAILED)  # the cause should be the last thing to read
+    traceback.print_exception(error)
+    tell(meaning)
+    if lost:
+        return 1
+    leave(FAILED if launched else 1)
+
+
+def ignore_signals() -> None:
+    """Python's last clean-up takes away the handlers: a late signal would kill."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def leave(code: int) -> NoReturn:
+    """End a rank at once. Python's clean-up may hang while threads still talk to other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def tell(message: str) -> None:
+    """Print the message, as the last line on stderr."""
+    if message:
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)

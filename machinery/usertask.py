@@ -1,0 +1,350 @@
+"""Load the file of --task, call its functions, and try them on a few samples before the run.
+
+What a function of the file raises becomes a UsageError that names the file, the line and the
+function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import math
+import os
+import sys
+import traceback
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import common
+from common import UsageError, freeze, load_weights, read_tensors
+from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, seed_generators, seed_rng
+
+# Names in a line of metrics.jsonl that are no metric.
+RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
+RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
+NEEDED = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+OPTIONAL = ["train_metrics", "dataset_metrics", "build_optimizer", "shard_modules"]
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
+
+
+@contextlib.contextmanager
+def blame(where: str, path: str | None = None) -> Iterator[str]:
+    """Yield `where`, and turn whatever the block raises into a UsageError that begins with it.
+
+    `path` is the file whose line number helps.
+    """
+    try:
+        yield where
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(frame.filename, frame.lineno) for frame in frames]
+        if isinstance(error, SyntaxError):
+            places.append((error.filename, error.lineno))
+        same = os.path.realpath(path or "")
+        lines = [line for name, line in places if path and name and os.path.realpath(name) == same]
+        line = f", line {lines[-1]}" if lines else ""
+        raise UsageError(f"{where}{line}: {type(error).__name__}: {error}") from error
+
+
+def load_module(path: Path) -> ModuleType:
+    """Run the file of a task, and return it as a module."""
+    with blame(f"--task {path}", str(path)):
+        folder = str(path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
+        beside = folder == str(Path(__file__).resolve().parent.parent)
+        name = path.stem if beside else f"task_{path.stem}"  # not the name of another module
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        seed_generators(0)  # what the file draws at its top is the same on every rank
+        spec.loader.exec_module(module)
+        loaded[path] = module
+    return module
+
+
+class Task:
+    """The functions of a task, as the scripts call them; task.py says what each returns."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args, self.path = args, Path(args.task)
+        module = loaded.get(self.path) or load_module(self.path)
+        found = {name: getattr(module, name, None) for name in (*NEEDED, *OPTIONAL)}
+        self.functions = {name: value for name, value in found.items() if callable(value)}
+        if missing := [name for name in NEEDED if name not in self.functions]:
+            problem = f"must define {', '.join(NEEDED)}; missing: {', '.join(missing)}"
+            raise UsageError(f"--task {self.path} {problem}")
+        for name in ("per_sample_loss", "per_sample_metrics", "train_metrics", "dataset_metrics"):
+            if name in self.functions:
+                self.functions[name] = self._with_options(self.functions[name])
+        # None if the task has no such function: then no lists are collected.
+        has_it = "dataset_metrics" in self.functions
+        self.dataset_metrics = self._dataset_metrics if has_it else None
+
+    def _with_options(self, function: Callable) -> Callable:
+        """Bind the options that a function names as keyword-only parameters."""
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        if unknown := [name for name in names if not hasattr(self.args, name)]:
+            asked = f"{function.__name__} asks for {', '.join(unknown)}"
+            raise UsageError(f"--task {self.path}: {asked}, which is no option")
+        return functools.partial(function, **{name: getattr(self.args, name) for name in names})
+
+    def blame(self, name: str) -> contextlib.AbstractContextManager[str]:
+        """Return the context that names the file and this function in what its block raises."""
+        return blame(f"--task {self.path}: {name}", str(self.path))
+
+    def build_datasets(self) -> tuple[Dataset, Dataset]:
+        """Return the training and the evaluation set; what they draw is the same on all ranks."""
+        seed_generators(self.args.seed)
+        with self.blame("build_datasets"):
+            train_set, val_set = self.functions["build_datasets"](self.args)
+            len(train_set), len(val_set)
+        if hasattr(train_set, "set_epoch"):
+            advice = "draw in __getitem__, where each sample has its own seed in each epoch"
+            raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
+        return train_set, val_set
+
+    def build_net(self) -> nn.Module:
+        """Return the model on the CPU, from --seed or --weights, with --freeze applied."""
+        args = self.args
+        torch.manual_seed(args.seed)
+        with self.blame("build_model") as where:
+            net = self.functions["build_model"](args)
+            if not isinstance(net, nn.Module) or not list(net.parameters()):
+                found = type(net).__name__
+                raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
+            check_tensors(net, where, args.channels_last, sharded=hasattr(args, "shard_size"))
+        with self.blame("get_extra_state of the model"):
+            read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, Tensor)})
+        own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
+        if args.sync_bn and own:
+            names = ", ".join(sorted(kind.__name__ for kind in own))
+            raise UsageError(f"--sync-bn would drop the code of {names}; leave it out")
+        net.to(getattr(torch, args.dtype))
+        if args.weights:
+            option = f"--weights {args.weights}"
+            with blame(option):
+                load_weights(net, read_tensors(args.weights, "--weights"), option)
+        freeze(net, args.freeze)
+        return net.to(
+            memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
+        )
+
+    def build_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        """Return the task's optimizer, or that of --optimizer."""
+        args = self.args
+        if "build_optimizer" not in self.functions:
+            with blame(f"--optimizer {args.optimizer}"):
+                settings = args.lr, args.momentum, args.weight_decay, args.nesterov
+                return common.build_optimizer(net, args.optimizer, *settings)
+        with self.blame("build_optimizer") as where:
+            optimizer = self.functions["build_optimizer"](args, net)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                found = type(optimizer).__name__
+                raise UsageError(f"{where} must return an optimizer of torch.optim, got {found}")
+            inspect.signature(optimizer.step).bind()  # a step that needs a closure is none of ours
+            parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            trained = {id(p) for p in net.parameters() if p.requires_grad}
+            if not trained <= parts <= {id(p) for p in net.parameters()}:
+                wanted = "every parameter of the model that trains, and no other; see also --freeze"
+                raise UsageError(f"{where}: the groups must hold {wanted}")
+        return optimizer
+
+    def shard_modules(self, net: nn.Module) -> list[nn.Module]:
+        """Return the modules that train_fsdp.py shards each for itself."""
+        return self.functions.get("shard_modules", large_modules)(net)
+
+    def per_sample_loss(self, outputs: Any, targets: Any) -> Tensor:
+        """Return the loss of each sample, [n]."""
+        return self.functions["per_sample_loss"](outputs, targets)
+
+    def per_sample_metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
+        """Return the metrics of each sample, [n], and lists for `dataset_metrics`."""
+        return self.functions["per_sample_metrics"](outputs, targets)
+
+    @torch.no_grad()
+    def train_metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return the metrics of the training log, without the lists, which an evaluation needs."""
+        if "train_metrics" not in self.functions:
+            return {}
+        found = self.functions["train_metrics"](outputs, targets) or {}
+        return {name: value for name, value in found.items() if not isinstance(value, list)}
+
+    def _dataset_metrics(self, outputs: dict[str, list]) -> dict[str, float]:
+        """Return metrics of the whole set, seeded: they draw the same numbers in every mode."""
+        seed_rng(self.args.seed, -2, 0)  # no training step and no batch has this number
+        with self.blame("dataset_metrics") as where:
+            found = self.functions["dataset_metrics"](outputs)
+            found = {str(name): float(value) for name, value in found.items()}
+            if taken := ", ".join(sorted(RESERVED & found.keys())):
+                raise UsageError(f"{where}: the log itself uses the name {taken}")
+            return found
+
+
+def check_tensors(net: nn.Module, where: str, channels_last: bool, sharded: bool) -> None:
+    """Raise UsageError if the model has a tensor that a run cannot train, cut or load."""
+    for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
+        if tensor.is_complex():
+            raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
+        if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
+            raise UsageError(f"{where}: {name} is expanded and cannot be loaded; clone it")
+        if channels_last and tensor.dim() == 5:
+            raise UsageError(f"--channels-last needs 4 dimensions, {name} has 5; leave it out")
+        if sharded and isinstance(tensor, nn.Parameter) and not tensor.dim():
+            raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
+
+
+# They read the weights of their parts without calling them.
+READ_THEIR_PARTS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+
+
+def large_modules(net: nn.Module) -> list[nn.Module]:
+    """Return the parts of the network that fsdp shards each for itself.
+
+    They are the topmost modules with at most an eighth of the parameters, or without parts of their
+    own. Left out are modules that share a weight with another, and modules of vectors alone: torch
+    warns that a norm returns a view, which must not be changed.
+    """
+    total = sum(parameter.numel() for parameter in net.parameters())
+    uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
+
+    def visit(module: nn.Module) -> list[nn.Module]:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        only_vectors = all(parameter.dim() < 2 for parameter in module.parameters())
+        if 256 * size < total or only_vectors:
+            return []
+        parts = [] if isinstance(module, READ_THEIR_PARTS) else [*module.children()]
+        containers = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+        if isinstance(module, containers) or (parts and 8 * size > total):
+            return [found for part in parts for found in visit(part)]
+        inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+        if any(uses[key] > times for key, times in inside.items()):  # shares a weight
+            return [found for part in parts for found in visit(part)]
+        return [module]
+
+    return [module for child in net.children() for module in visit(child)]
+
+
+# --------------------------------------------------------------------------- the check before a run
+
+
+def check_run(
+    task: Task,
+    net: nn.Module,
+    device: torch.device,
+    train_set: Dataset,
+    train_sampler: GlobalBatchSampler,
+    val_set: Dataset,
+    val_sampler: ShardSampler,
+) -> None:
+    """Send a first batch of each set through the network, loss and metrics, in evaluation mode.
+
+    `net` is on the device. Nothing of a run is disturbed: each of its steps seeds the generators.
+    Raises UsageError if something is wrong. --no-check leaves it out.
+    """
+    args = task.args
+    if not args.check:
+        return
+    tensors = names_of_tensors(net, args.average)
+    net.eval()
+    _, indices = next(iter(train_sampler))
+    micro_batch = indices[: math.ceil(len(indices) / args.accum_steps)]
+    check_samples(task, net, device, train_set, micro_batch, common.Meter(device), "training")
+    meter = common.Meter(device)  # raises if the metrics' names differ
+    n, size = len(val_set), val_sampler.batch_size
+    last = [*range(0, n, size)][-1]  # the last batch may be smaller
+    for batch in [*range(min(n, size))], [*range(last, n)]:
+        check_samples(task, net, device, val_set, batch, meter, "evaluation")
+
+    where = f"--task {args.task}"
+    if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
+        advice = "no checkpoint or average would have it; register it in __init__"
+        raise UsageError(f"{where}: the forward of the model makes the buffer {made}; {advice}")
+    if args.best not in (None, *meter.sums) and not task.dataset_metrics:
+        known = ", ".join(meter.sums)
+        raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
+    if meter.lists and not task.dataset_metrics:
+        advice = "without a function of this name in the task nobody uses them"
+        lists = ", ".join(meter.lists)
+        raise UsageError(f"{where}: {lists}: lists are for dataset_metrics; {advice}")
+
+
+@torch.no_grad()
+def check_samples(
+    task: Task,
+    net: nn.Module,
+    device: torch.device,
+    dataset: Dataset,
+    indices: list[int],
+    meter: common.Meter,
+    kind: str,
+) -> None:
+    """Fetch samples as a run does, and compute their losses and metrics."""
+    args = task.args
+    with task.blame(f"samples {indices[:2]} of the {kind} set") as where:
+        keyed = KeyedDataset(dataset, args.seed, args.skip_corrupt)
+        if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
+            wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
+            raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
+        batch = keyed.__getitems__((0, indices))
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            found = f"{type(batch).__name__} of {len(batch)}"
+            raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
+        inputs, targets = common.to_device(batch, device)
+    seed_rng(args.seed, -3, 0)
+    with common.autocast(device, args.amp):
+        with task.blame("the model of build_model"):
+            outputs = net(inputs)
+        with task.blame("per_sample_loss") as where:
+            losses = task.per_sample_loss(outputs, targets)
+            common.Meter(device).add(loss=losses)
+            if len(losses) != len(indices):
+                raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
+        name = "train_metrics" if kind == "training" else "per_sample_metrics"
+        with task.blame(name) as where:
+            metrics = getattr(task, name)(outputs, targets)
+            if not (metrics or kind == "training") or RESERVED & metrics.keys():
+                wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
+                raise UsageError(f"{where} must return {wanted}; got {metrics}")
+            meter.add(loss=losses, **metrics)
+
+
+def names_of_tensors(net: nn.Module, average: str) -> set[str]:
+    """Return the names of what the run keeps: the state, and for an average every buffer."""
+    buffers = [name for name, _ in net.named_buffers()] if average != "none" else []
+    return {*net.state_dict(), *buffers}
+
+
+def read_back(value: Any) -> None:
+    """Raise if a checkpoint could hold the value, but no run could load it."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    torch.load(file, weights_only=True)
+
+
+def digest(keyed: KeyedDataset, indices: list[int]) -> str:
+    """Return a hash of these samples as the first epoch has them.
+
+    Raises TypeError if they hold more than tensors.
+    """
+    batch = keyed.__getitems__((0, indices))
+    # Clones, as a view would be hashed with all the memory behind it.
+    torch.save(common.tree_map(torch.clone, batch), file := io.BytesIO())
+    return hashlib.sha256(file.getvalue()).hexdigest()[:12]
