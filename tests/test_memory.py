@@ -31,8 +31,7 @@ def test_memory_does_not_grow_with_the_epochs(tmp_path):
     result = train("ddp", 2, *argv, folder=tmp_path, patch=print_memory)
     assert result.code == 0, result.err
     sizes = printed(result.out, "memory")
-    per_rank = [sizes[rank * 24 : (rank + 1) * 24] for rank in range(2)]
-    for size in per_rank:
+    for size in (sizes[:24], sizes[24:]):  # of each rank
         assert max(size[4:]) <= 1.01 * size[3], f"kB after each epoch: {size}"
 
 
@@ -59,8 +58,8 @@ def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
     command += ["--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     environment = {name: v for name, v in os.environ.items() if not name.startswith("MALLOC_")}
     environment["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    result = subprocess.run(command, timeout=200, **options)
+    options = {"capture_output": True, "text": True, "timeout": 200}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, **options)
     assert result.returncode == 0, result.stderr
     shown = [int(line.split()[1]) for line in result.stdout.splitlines() if "faults" in line]
     faults = [after - before for before, after in itertools.pairwise(shown)]

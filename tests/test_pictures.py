@@ -15,12 +15,8 @@ from common import split_batch
 from sampling import GlobalBatchSampler
 
 
-def read(name):
-    return (ROOT / "docs" / f"{name}.svg").read_text()
-
-
 def elements(name, kind):
-    root = ElementTree.fromstring(read(name))
+    root = ElementTree.parse(ROOT / "docs" / f"{name}.svg").getroot()
     return list(root.iter("{http://www.w3.org/2000/svg}" + kind))
 
 
@@ -28,7 +24,8 @@ def test_curves_are_equal_up_to_rounding():
     """The file holds its numbers; they are those of the picture, and as README says."""
     (element,) = elements("curves", "metadata")
     data = json.loads(element.text)
-    assert read("curves") == pictures.draw_curves(data), "stale: python tools/pictures.py"
+    drawn = (ROOT / "docs" / "curves.svg").read_text()
+    assert drawn == pictures.draw_curves(data), "stale: python tools/pictures.py"
     assert list(data["losses"]) == list(pictures.MODES)
     single = data["losses"]["single"]
     assert single[-1][0] == pictures.EPOCHS and single[-1][1] < 0.5 * single[0][1], "it learns"
@@ -70,8 +67,4 @@ def test_memory_in_the_picture_is_what_was_measured():
     for mode, n, held in rows:  # a share of fsdp is 1/N, in the picture a third
         share = lasting[mode, "0"] * (3 / int(n) if mode == "fsdp" else 1)
         assert math.isclose(share * 100, int(held), rel_tol=0.02)
-    whole = lasting["single", "0"]
-    assert lasting["dp", "0"] == whole and ("dp", "1") not in lasting, "copies pass"
-    for device in "012":
-        assert lasting["ddp", device] == whole
-        assert lasting["fsdp", device] == pytest.approx(whole / 3, rel=0.02)
+    assert lasting["dp", "0"] == lasting["single", "0"] and ("dp", "1") not in lasting
