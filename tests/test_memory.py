@@ -1,7 +1,6 @@
 """What a run keeps in memory."""
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -20,34 +19,19 @@ def print_memory(rank):
 
     def watched(run, metrics):
         end_epoch(run, metrics)
-        print(
-            "memory",
-            json.dumps(
-                int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-            ),
-        )
+        status = Path("/proc/self/status").read_text()
+        print("memory", re.search(r"VmRSS:\s+(\d+) kB", status)[1])
 
     machinery.run.Run.end_epoch = watched
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_epochs(tmp_path):
-    result = train(
-        "ddp",
-        2,
-        *BASE,
-        "--epochs",
-        "24",
-        "--average",
-        "ema",
-        "--workers",
-        "1",
-        folder=tmp_path,
-        patch=print_memory,
-    )
+    argv = (*BASE, "--epochs", "24", "--average", "ema", "--workers", "1")
+    result = train("ddp", 2, *argv, folder=tmp_path, patch=print_memory)
     assert result.code == 0, result.err
     sizes = printed(result.out, "memory")
-    per_rank = [sizes[rank * 24 : (rank + 1) * 24] for rank in range(2)]
-    for size in per_rank:
+    for size in (sizes[:24], sizes[24:]):  # of each rank
         assert max(size[4:]) <= 1.01 * size[3], f"kB after each epoch: {size}"
 
 
@@ -66,17 +50,16 @@ def build_model(args):
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
-    """They are freed in every step, 80 MB here, most of it in one block. If it went back to the system, its 20,000 pages would be missed in the next."""
+    """They are freed in every step, 80 MB here. The 20,000 pages are not given back."""
     (tmp_path / "wide.py").write_text(WIDE)
     command = ["bash", str(ROOT / "run.sh"), "single", "--task", str(tmp_path / "wide.py")]
     command += ["--epochs", "1", "--batch-size", "16", "--device", "cpu"]
     environment = {name: v for name, v in os.environ.items() if not name.startswith("MALLOC_")}
     environment["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
-    )
+    options = {"capture_output": True, "text": True, "timeout": 200}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, **options)
     assert result.returncode == 0, result.stderr
     shown = [int(line.split()[1]) for line in result.stdout.splitlines() if "faults" in line]
     faults = [after - before for before, after in itertools.pairwise(shown)]

@@ -40,7 +40,7 @@ from torch import nn
 
 from common import UsageError, autocast, build_optimizer
 from machinery.options import Parser, filled, number, parse_args
-from machinery.processes import FAILED, LOST, Stopped, resolve_device_type, run_main
+from machinery.processes import Stopped, resolve_device_type, run_main
 from machinery.rendezvous import stay_on_this_machine
 from machinery.run import Run
 from machinery.sharding import mesh_of_ranks, shard
@@ -48,8 +48,6 @@ from machinery.stand_ins import WithLoss, data_parallel
 from machinery.tasks import build_net, load_task
 
 SETTLE = 2  # steps at the start of each window that are not timed
-LARGE = 2**20  # numbers in the all-reduce that shows the bandwidth: 4 MiB
-DEVICES = [2**i for i in range(3, 13)]  # of the prediction
 CORES, THREADS = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
 OF_WORKERS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE"]
 MODES = ["single", "dp", "ddp", "fsdp"]
@@ -121,23 +119,18 @@ def take_turns(
     found["device_mib"] = memory / 2**20 if memory else None
     found["gradient_bytes"] = sum(p.numel() * p.element_size() for p in trained)  # of the whole
     batch = next(batches)
-    loops = {"bare": bare_step(mode, run, *batch)}
-    if mode == "ddp":
-        few, many = torch.zeros(1, device=device), torch.zeros(LARGE, device=device)
-        loops["alone"] = bare_step("single", run, *batch)
-        loops |= {"few": lambda: dist.all_reduce(few), "many": lambda: dist.all_reduce(many)}
+    bare = bare_step(mode, run, *batch)
     before = bytes_sent()
-    yield from window(loops["bare"])
+    yield from window(bare)
     sent = (bytes_sent() - before) / (SETTLE + steps)
     found["bytes_sent"] = sent if device.type == "cpu" else None
-    found["seconds"] = {name: [] for name in (*loops, "script")}
+    found["seconds"] = {"bare": [], "script": []}
     for turn in range(1 + args.repeats):  # the first one warms up
-        for order, timed in ((signal.SIGSTOP, loops), (signal.SIGCONT, {"script": None})):
+        for name, step, order in (("bare", bare, signal.SIGSTOP), ("script", None, signal.SIGCONT)):
             # A loader that loads ahead would slow the bare loop, and give the script a start.
             for loader in mp.active_children():
                 os.kill(loader.pid, order)
-            for name, step in timed.items():
-                found["seconds"][name] += [(yield from window(step))] * (turn > 0)
+            found["seconds"][name] += [(yield from window(step))] * (turn > 0)
     if device.type == "cuda":  # the only device that tells of synchronisations
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -197,30 +190,6 @@ def bytes_sent() -> int:
     return total
 
 
-# ------------------------------------------------------------------------------------- predictions
-
-
-def ring_bytes(gradient_bytes: float, devices: int) -> float:
-    """Return the bytes that each device sends in an all-reduce; none can do with fewer.
-
-    Source: Patarasuk and Yuan, JPDC 2009.
-    """
-    return 2 * (devices - 1) / devices * gradient_bytes
-
-
-def predict(
-    step_seconds: float, gradient_bytes: float, devices: int, bandwidth: float, latency: float
-) -> dict[str, float]:
-    """Return the seconds of a step and the all-reduce after it, by algorithm.
-
-    Bandwidth in bytes/s, latency in s a message. Sources: the same; for the tree (halving and
-    doubling) Thakur, Rabenseifner and Gropp, IJHPCA 2005, without the additions.
-    """
-    sent = step_seconds + ring_bytes(gradient_bytes, devices) / bandwidth
-    messages = {"ring": 2 * (devices - 1), "tree": 2 * (devices - 1).bit_length()}
-    return {name: sent + count * latency for name, count in messages.items()}
-
-
 # ---------------------------------------------------------------------------------------- measuring
 
 
@@ -242,16 +211,15 @@ def measure(
         while not workers.join(grace_period=1):
             pass
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        code, words = 1, str(error)
+        words = [str(error)]
         if isinstance(error, mp.ProcessExitedException):  # what a script says itself is in its log
-            codes = [process.exitcode for process in workers.processes]
-            index = error.error_index
-            if codes[index] == LOST:  # another one tells why
-                index = next((i for i, c in enumerate(codes) if c and 0 < c != LOST), index)
-            code, words = codes[index], (folder / f"log{index}").read_text()
-        last = words.strip().split("\n")[-1]
-        code = 1 if code in (FAILED, LOST) else code
-        raise Stopped(code, f"{workload}, {mode}: {last}") from error
+            codes = enumerate(process.exitcode for process in workers.processes)
+            failed = [rank for rank, code in codes if 0 < (code or 0) < 128]
+            logs = [folder / f"log{rank}" for rank in failed or [error.error_index]]
+            words = [log.read_text() for log in logs]
+        last = "; ".join(dict.fromkeys(text.strip().split("\n")[-1] for text in words))
+        code = getattr(error, "exit_code", 1)
+        raise Stopped(code if code in (2, 3) else 1, f"{workload}, {mode}: {last}") from error
     finally:
         for process in workers.processes:
             process.kill()
@@ -266,21 +234,10 @@ def measure(
     row |= {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
     row["peak_mib"] = max(rank["peak_mib"] for rank in ranks)
     row["device_mib"] = max((rank["device_mib"] for rank in ranks), key=lambda size: size or 0)
-    gradient_bytes = row["gradient_bytes"]
+    # Each rank of an all-reduce sends at least so much: Patarasuk and Yuan, JPDC 2009.
     # fsdp sends half an all-reduce more: twice it collects the parameters.
-    row["bytes_formula"] = ring_bytes(gradient_bytes, n) * (1.5 if mode == "fsdp" else 1)
+    row["bytes_formula"] = (3 if mode == "fsdp" else 2) * (n - 1) / n * row["gradient_bytes"]
     row["bytes_sent"] = mean(rank["bytes_sent"] for rank in ranks) if args.kind == "cpu" else None
-    if mode == "single":
-        link = args.bandwidth * 1e9, args.latency * 1e-6
-        times = [predict(middle["bare"], gradient_bytes, many, *link) for many in DEVICES]
-        row["efficiency"] = [
-            {name: middle["bare"] / time for name, time in of.items()} for of in times
-        ]
-    if n > 1 and mode == "ddp":
-        bandwidth = ring_bytes(4 * LARGE, n) / max(middle["many"] - middle["few"], 1e-9)
-        link = {"bandwidth": bandwidth, "latency": middle["few"] / (2 * n - 2)}
-        predicted = predict(middle["alone"], gradient_bytes, n, **link)["ring"]
-        row["check"] = {**link, "predicted": predicted, "measured": middle["bare"]}
     return row
 
 
@@ -294,12 +251,6 @@ def report(result: dict[str, Any]) -> str:
     head = f"workload | mode | bare, images/s | script, images/s | script / bare | script, of {of}"
     head += " | peak, MiB a process | on the device | MB sent a step and rank, formula | measured"
     lines = [f"| {head} | host syncs a step |", "|---" * 11 + "|"]
-    below = []
-    assumed = "if each device has this one's batch and speed, and nothing overlaps"
-    table = ["", f"Predicted efficiency, ring / tree, {assumed}:", ""]
-    table += [f"| devices | {' | '.join(map(str, DEVICES))} |"]
-    table += ["|---" * (len(DEVICES) + 1) + "|"]
-    head_only = len(table)
     for row in result["rows"]:
         texts = [row["workload"], f"{row['mode']} {row['devices']}"]
         texts += [f"{row['bare']:.0f}", f"{row['script']:.0f}"]
@@ -308,16 +259,7 @@ def report(result: dict[str, Any]) -> str:
         for n in (row["scaling"], row["peak_mib"], row["device_mib"], *sent, row["syncs"]):
             texts.append("–" if n is None else f"{n:.{0 if n >= 100 else 2}f}")
         lines.append(f"| {' | '.join(texts)} |")
-        if check := row.get("check"):
-            link = f"{check['bandwidth'] / 1e9:.2f} GB/s, {check['latency'] * 1e6:.0f} us a message"
-            times = [f"{name} {check[name] * 1e3:.1f} ms" for name in ("predicted", "measured")]
-            step = f"- bare step of {row['workload']}, ddp {row['devices']}"
-            below.append(f"{step}: {', '.join(times)} (all-reduce here: {link})")
-        if efficiency := row.get("efficiency"):
-            cells = [f"{of['ring']:.2f} / {of['tree']:.2f}" for of in efficiency]
-            table.append(f"| {row['workload']} | {' | '.join(cells)} |")
-    below = ["", *below] if below else []
-    return "\n".join(lines + below + table * (len(table) > head_only))
+    return "\n".join(lines)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -356,15 +298,9 @@ def parse(argv: list[str] | None) -> Namespace:
     add("--steps", type=positive, default=20, metavar="N", help="timed steps in a turn")
     turns = "turns of the script and of the bare loop, after one that warms up"
     add("--repeats", type=positive, default=5, metavar="N", help=turns)
-    bandwidth, latency = number(float, 1e-3), number(float, 0)
-    of = "of the prediction, in"
-    add("--bandwidth", type=bandwidth, default=25, metavar="X", help=f"{of} GB/s a device")
-    add("--latency", type=latency, default=5, metavar="X", help=f"{of} us a message")
     peer = f"compare with {', '.join(peers.PEERS)}, or any script: as whole programs"
     add("--peer", nargs="+", default=[], metavar="NAME|FILE.py", help=peer)
     add("--startup", action="store_true", help="with --peer: to the end of the first step alone")
-    files = "with --peer: also a directory of so many image files"
-    add("--files", nargs="+", type=number(int, 128, 10**7), default=[], metavar="N", help=files)
     add("--json", type=Path, metavar="FILE.json", help="write all figures")
     add("--svg", type=Path, metavar="FILE.svg", help="write a picture of the ratios")
     args = parser.parse_args(argv)
@@ -373,8 +309,8 @@ def parse(argv: list[str] | None) -> Namespace:
         if path and (path.suffix != f".{option}" or not path.absolute().parent.is_dir()):
             wanted = f"must end in .{option}, in a directory that exists"
             raise UsageError(f"--{option} {path}: {wanted}")
-    if (args.startup or args.files) and not args.peer:
-        raise UsageError("--startup and --files need --peer, what to compare with")
+    if args.startup and not args.peer:
+        raise UsageError("--startup needs --peer, what to compare with")
     for peer in args.peer:
         peers.script_of(peer)  # raises if it is not here
     choices = ["single", "ddp"] if args.peer else MODES
@@ -397,8 +333,7 @@ def command_of(
     args: Namespace, workload: str, size: int | None, mode: str, folder: str
 ) -> list[str]:
     """Return the options of a run; raise UsageError if one of them is wrong."""
-    files = f"{WORKLOADS['imagefolder']} --data-dir {{folder}}/{workload}"  # of --files
-    words = WORKLOADS.get(workload, files) + " --epochs 1000000"  # it ends when measured
+    words = WORKLOADS[workload] + " --epochs 1000000"  # it ends when measured
     words += " --device {device}" + " --replicas {nproc}" * (mode == "dp")
     words += " --data-dir {data_dir}" * (workload == "imagefolder")
     words += f" --batch-size {size}" * bool(size)
@@ -439,16 +374,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         (folder / "images.py").write_text(IMAGES)
-        folders = {f"{count}-files": count for count in args.files}
-        for workload in folders:
-            (folder / workload).mkdir()
         commands = {}  # all of them are checked before one is started
-        for workload, size in itertools.product([*args.workloads, *folders], args.batch_size):
+        for workload, size in itertools.product(args.workloads, args.batch_size):
             shown = f"{workload}, batch {size}" if size else workload
             for mode in args.modes:
                 commands[shown, mode] = command_of(args, workload, size, mode, name)
-        for workload, count in folders.items():
-            peers.make_folder(folder / workload, count)
         measure_each = peers.compare if args.peer else measure_all
         result["rows"] = measure_each(args, commands, folder)
     print(peers.report(result["rows"]) if args.peer else report(result))

@@ -19,7 +19,6 @@ from typing import Any
 
 from common import UsageError
 from machinery.processes import Stopped
-from task import build_datasets
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
@@ -42,23 +41,6 @@ def script_of(peer: str) -> str:
     if package and not importlib.util.find_spec(package):
         raise UsageError(f"--peer {peer}: {package} is not installed; pip install {package}")
     return str(path)
-
-
-def make_folder(folder: Path, count: int) -> None:
-    """Fill a directory for imagefolder: `count` training images, hard links to 360 real files."""
-    from torchvision.io import write_jpeg
-
-    digits = build_datasets(Namespace(dataset="digits", image_size=None))[1]
-    images, labels = digits.__getitems__(range(len(digits)))
-    images = images.repeat_interleave(4, 2).repeat_interleave(4, 3)  # 32 pixels wide
-    for label in range(10):
-        for part in ("test", "train"):
-            (folder / part / str(label)).mkdir(parents=True)
-    files = [folder / "test" / str(label) / f"{i}.jpg" for i, label in enumerate(labels.tolist())]
-    for image, path in zip(images, files):
-        write_jpeg(image.expand(3, -1, -1), str(path))
-    for i, path in zip(range(count), itertools.cycle(files)):
-        os.link(path, folder / "train" / path.parent.name / f"{i:07}.jpg")
 
 
 def programs(args: Namespace, mode: str, argv: list[str]) -> dict[str, list[str]]:
