@@ -38,12 +38,11 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def handlers():
-    """Put back the answers to signals that a Run in this process takes over; let its save end."""
+    """Put back the answers to signals that a Run in this process takes over."""
     import machinery.processes
 
     before = {number: signal.getsignal(number) for number in machinery.processes.SIGNALS}
     yield
-    machinery.processes.wait_for_writer()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -71,7 +70,6 @@ def run(tmp_path):
             make_step(run, [1.0])
         if epoch == 0:
             run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    run.files.wait()
     return run
 
 

@@ -53,9 +53,7 @@ SLOW = [
     "torchvision.models",
     "torchvision.transforms.v2",
 ]  # the first belongs to any optimizer
-multiprocessing.set_forkserver_preload(
-    [*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"]
-)
+multiprocessing.set_forkserver_preload([*SLOW, "train_ddp"])
 
 
 @dataclass
@@ -263,11 +261,7 @@ def train(
         gradients = [torch.load(path) for path in records if path.exists()]
     codes = [code for code, _, _ in results]
     failed = [code for code in codes if code]
-    told = [
-        code
-        for code in failed
-        if code not in (machinery.processes.FAILED, machinery.processes.LOST)
-    ]
+    told = [code for code in failed if code != machinery.processes.FAILED]
     code = told[0] if told else int(bool(failed))  # as machinery/launch.py
     return Result(
         code,
@@ -410,9 +404,7 @@ def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
 
 
 def average_of(args: Namespace, net: torch.nn.Module):
-    return common.build_average(
-        args.average, net, args.swa_start, **machinery.options.schedule_of(args)
-    )
+    return common.build_average(args.average, net)
 
 
 def check(mode: str, n: int, *argv: str) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 
 import machinery.run
 import machinery.state
-from machinery.processes import wait_for_writer
 
 CPU = torch.device("cpu")
 
@@ -69,12 +68,10 @@ def make_step(run, losses, norm=1.0):
 
 
 def end(run):
-    """Leave a run as a process that ends: its last save is on the disk, and its lock is free."""
-    run.files.wait()
+    """Leave a run as a process that ends: its lock is free."""
     run.files.log.close()
 
 
 def load(path):
-    """Return what is in a file of a run in this process, when it is written."""
-    wait_for_writer()
+    """Return what is in a checkpoint."""
     return torch.load(path, weights_only=True)

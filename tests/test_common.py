@@ -3,7 +3,6 @@
 import itertools
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,16 +157,6 @@ def check_reduce_value(world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_reduce_value_sums_or_averages_over_the_ranks_out_of_place(world_size):
     in_group(world_size, partial(check_reduce_value, world_size))
-
-
-def test_distributed_helpers_are_identities_without_a_process_group():
-    value = torch.tensor([1.0, 2.0])
-    assert (
-        common.reduce_value(value).equal(value)
-        and common.reduce_value(value).data_ptr() != value.data_ptr()
-    )
-    assert common.reduce_value(value, average=False).equal(value)
-    assert common.broadcast_object({"a": 1}) == {"a": 1}
 
 
 def check_meter_with_empty_and_uneven_shards():
@@ -423,15 +412,6 @@ def test_optimizer_that_was_not_fused_goes_on_here(tmp_path, handlers):
     run = make_run(tmp_path, "--resume", "auto")
     assert [group["fused"] for group in run.state.optimizer.param_groups] == before == [True]
     assert not run.state.optimizer.param_groups[0]["foreach"], "it would be used, and skip nothing"
-
-
-def test_settings_of_powersgd():
-    told = []
-    model = SimpleNamespace(register_comm_hook=lambda state, hook: told.append(state))
-    args, scaler = make_args("ddp", "--grad-compress", "powersgd"), SimpleNamespace(in_a_row=0)
-    common.compress_gradients(model, args.grad_compress, scaler)
-    (state,) = told
-    assert (state.matrix_approximation_rank, state.start_powerSGD_iter) == (4, 10)
 
 
 def test_lists_are_forgotten_when_a_meter_is_cleared():

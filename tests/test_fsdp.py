@@ -27,7 +27,6 @@ import common
 import machinery.tasks
 
 NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
-AVERAGED = ("--average ema", "--average swa --epochs 4")
 
 
 @pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
@@ -37,7 +36,7 @@ AVERAGED = ("--average ema", "--average swa --epochs 4")
         "",
         "--accum-steps 3 --clip-grad-norm 0.05 --lr 2",
         "--optimizer adamw --lr 0.01 --average ema",
-        "--average swa --epochs 4 --freeze first.bias",
+        "--average ema --freeze first.bias",
     ],
 )
 def test_shards_equal_one_device(n, options, tmp_path):
@@ -47,9 +46,7 @@ def test_shards_equal_one_device(n, options, tmp_path):
     assert max(deviations.values()) <= 1e-10, deviations
 
 
-@pytest.mark.parametrize(
-    "options", ["", *(pytest.param(o, marks=pytest.mark.long) for o in AVERAGED)]
-)
+@pytest.mark.parametrize("options", ["", pytest.param("--average ema", marks=pytest.mark.long)])
 def test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one(options, tmp_path):
     argv = (*NET, *options.split())
     whole = undisturbed("fsdp", 3, *argv)

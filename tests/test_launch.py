@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import json
 import multiprocessing
 import os
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from harness import ROOT, TASKS, make_args, train
 from patches import BASE, in_process, printed
-from short_runs import SEVERAL
 
 import common
 import machinery.check
@@ -306,41 +304,6 @@ def test_devices_of_a_cpu_are_two(mode, option):
             make_args(mode, *argv, f"--{option}", wrong)
 
 
-def test_port_of_several_nodes():
-    argv = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "node0"]
-    assert make_args("ddp", *argv).master_port == 29500
-    args = make_args("ddp", *argv, "--master-port", "7", "--lr", "1")
-    assert (args.master_port, args.lr) == (7, 1)
-    args = make_args("ddp", "--seed", "2")
-    assert (args.nnodes, args.node_rank, args.master_addr) == (1, 0, None)
-
-
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
-@pytest.mark.parametrize("several", [False, True])
-def test_what_the_ranks_are_told(several, script, monkeypatch):
-    """The variables of torchrun, and the options as they were given."""
-    monkeypatch.setattr(os, "environ", {"HOME": "/root", "RANK": "7", "MASTER_PORT": "1"})
-    told = []
-    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of the tests' own process
-    monkeypatch.setattr("subprocess.Popen", lambda command, env: told.append((command, env)))
-    argv = ["--lr", "1", *(SEVERAL if several else [])]
-    machinery.launch.start(script, argv, 3, make_args("ddp", *argv), attempt=2)
-    first = 3 if several else 0  # this is the second of two machines
-    for local_rank, (command, environment) in enumerate(told):
-        assert command == [sys.executable, str(ROOT / script), *argv]
-        assert environment == {
-            "HOME": "/root",
-            "RANK": str(first + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": "6" if several else "3",
-            "LOCAL_WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "7" if several else "29500",
-            "TORCHELASTIC_RESTART_COUNT": "2",
-        }
-    assert len(told) == 3
-
-
 def print_patience(rank):
     init = dist.init_process_group
 
@@ -408,20 +371,6 @@ def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
         places.add(machinery.rendezvous.init_method())
     assert len(places) == 3 and all(place.startswith("file:///tmp/x/ranks") for place in places)
-
-
-def test_help_is_no_run_that_was_left():
-    assert (
-        machinery.processes.run_main(
-            functools.partial(machinery.options.parse_args, "single", ["--help"])
-        )
-        == 0
-    )
-
-
-def test_group_on_the_cpu_has_a_default_backend_in_every_version():
-    """Torch 2.7 and 2.8, beside any registered backend, find none in "cpu:gloo" and warn when the group is destroyed."""
-    assert machinery.rendezvous.backend(torch.device("cpu")) == "gloo"
 
 
 def print_determinism():

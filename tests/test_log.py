@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import TASKS, in_group, make_args, make_sampler, single_run, train
-from patches import BASE, change_training_loss, without_speed
+from patches import BASE, without_speed
 from runs import Batches, Clock, end, make_run, make_step, start_epoch
 from short_runs import SMALL
 
@@ -341,18 +341,13 @@ def test_evaluation_is_printed_and_logged(tmp_path, capsys):
 
 def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock, tmp_path):
     run = make_run(tmp_path, "--save-every", 4)
-    write, wait = run.files.write_checkpoint, run.files.wait
-    loading = Batches([])
+    write = run.files.write_checkpoint
 
     def slow_write(*arguments):
         clock.seconds += 0.125
         return write(*arguments)
 
-    def slow_wait():
-        clock.seconds += 0.125  # the save before takes so long
-        wait()
-
-    run.files.write_checkpoint, run.files.wait = slow_write, slow_wait
+    run.files.write_checkpoint = slow_write
     for _ in range(2):
         clock.seconds += 1.0  # the loader starts
         start_epoch(run)
@@ -361,69 +356,17 @@ def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock
             make_step(run, [1.0])
         clock.seconds += 0.5
         run.save("last.pt")
-        run.eval_model(loading)
+        run.eval_model()
         clock.seconds += 8.0
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     clock.seconds += 16.0
-    run.eval_model(loading)
+    run.eval_model()
     clock.seconds += 4.0
     run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
     lines = [line for line in log_of(tmp_path) if line["event"] == "eval"]
     times = [[line[name] for name in ("train_s", "eval_s", "save_s")] for line in lines]
     # The save of end_epoch comes after its line, and counts for the next one.
-    assert times == [[13.5, 8.0, 0.5], [13.5, 8.0, 0.75], [16.0, 4.0, 0.25]]
-
-
-class Bar:
-    """What tqdm was told."""
-
-    def __init__(self, **settings):
-        self.settings, self.told = settings, []
-        self.disable = settings["disable"] or (
-            settings["disable"] is None and not sys.stderr.isatty()
-        )
-
-    def update(self, n=1):
-        self.told.append(n)
-
-    def set_postfix_str(self, text):
-        self.told.append(text)
-
-    def close(self):
-        self.told.append("closed")
-
-
-def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkeypatch, capsys):
-    bars = []
-    monkeypatch.setattr(
-        "machinery.log.tqdm",
-        lambda *_, **settings: bars.append(Bar(**settings)) or bars[-1],
-    )
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    run = make_run(tmp_path, "--log-every", 2, "--epochs", 3)
-    run.state.epoch, run.state.step, run.state.global_step = 1, 3, 9
-    batches = run.batches(Batches([(torch.zeros(1), torch.zeros(1))] * 3))
-    capsys.readouterr()
-    for losses, _ in zip(LOSSES, batches):
-        clock.seconds += 0.25
-        make_step(run, losses)
-    assert next(batches, None) is None
-    (bar,) = bars
-    assert (bar.settings["total"], bar.settings["initial"]) == (6, 3)
-    assert bar.settings["desc"] == "epoch 2/3"
-    assert [told for told in bar.told if not isinstance(told, str)] == [1, 1, 1]
-    assert bar.told[-1] == "closed" and not bar.disable and not bar.settings["leave"]
-    shown = [figures(told) for told in bar.told if isinstance(told, str) and told != "closed"]
-    assert [set(line) for line in shown] == [{"loss", "lr", "speed", "wait"}] * 2, (
-        "the bar says where"
-    )
-    assert column(shown, "speed") == [12, 6]
-    assert "loss" not in capsys.readouterr().out, "no plain lines beside the bar"
-    run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
-    assert "eval" in capsys.readouterr().out, "which follows the bar"
-    monkeypatch.setenv("RANK", "1")
-    start_epoch(run)
-    assert bars[1].disable, "one rank shows it"
+    assert times == [[13.5, 8.0, 0.25], [13.5, 8.0, 0.375], [16.0, 4.0, 0.125]]
 
 
 class Writer:
@@ -432,24 +375,6 @@ class Writer:
 
     def add_scalar(self, name, value, step):
         self.scalars.append((name, value, step))
-
-
-def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
-    run = make_run(tmp_path, "--log-every", 2)
-    run.files.tensorboard = Writer()
-    start_epoch(run)
-    for losses in LOSSES:
-        clock.seconds += 1
-        make_step(run, losses)
-    run.log.eval_line({"loss": 1.5, "top1": 0.5, "count": 57})
-    positions = {"event", "epoch", "step", "global_step", "count"}
-    wanted = [
-        (f"{line['event']}/{name}", value, line["global_step"])
-        for line in log_of(tmp_path)
-        for name, value in line.items()
-        if name not in positions
-    ]
-    assert sorted(run.files.tensorboard.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 5
 
 
 def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
@@ -572,18 +497,6 @@ def test_tensorboard_shows_what_the_log_says(mode, n, tmp_path):
         value.equal(plain.checkpoint()["model"][name])
         for name, value in result.checkpoint()["model"].items()
     ), "and only looks"
-
-
-def number_of_the_call(losses, k):
-    return losses * 0 + k
-
-
-def test_logged_loss_is_that_since_the_last_line(tmp_path):
-    patch = functools.partial(change_training_loss, number_of_the_call)
-    result = train(
-        "single", 1, *BASE, "--epochs", "1", "--log-every", "2", folder=tmp_path, patch=patch
-    )
-    assert [line["loss"] for line in result.train_lines()] == [0.5, 2.5, 4.5]
 
 
 # ---------------------------------------------------------------- a log that was left in the middle

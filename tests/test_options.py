@@ -1,18 +1,13 @@
 """The command line: help, defaults, the range of each number, and the check before a run."""
 
-import copy
 import os
-import random
 import re
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from harness import TASKS, deviation, make_args, train
-from patches import BASE, in_process
+from harness import deviation, make_args, train
+from patches import BASE
 
 import common
 import machinery.check
@@ -53,12 +48,7 @@ def test_booleans_can_be_turned_off_and_help_is_readable(mode):
 
 
 def test_options_have_the_same_names_and_defaults_in_all_modes():
-    nodes = {"nnodes", "node_rank"}
-    own = {
-        "dp": {"replicas"},
-        "ddp": nodes | {"master_addr", "master_port"},
-        "spawn": nodes | {"nproc", "dist_url"},
-    }
+    own = {"dp": {"replicas"}, "spawn": {"nproc", "nnodes", "node_rank", "dist_url"}}
     plain = vars(machinery.options.parse_args("single", []))
     for mode in ("dp", "ddp", "spawn"):
         args = vars(machinery.options.parse_args(mode, []))
@@ -97,7 +87,6 @@ DEFAULTS = {
     "step_epochs": [],
     "step_gamma": 0.1,
     "final_lr": 0.0,
-    "swa_start": 0.75,
     "scale_lr": "none",
     "clip_grad_norm": None,
     "label_smoothing": 0.1,
@@ -210,7 +199,6 @@ CHANGED = {  # another value of every option
     "step_epochs": [3],
     "step_gamma": 0.2,
     "final_lr": 0.1,
-    "swa_start": 0.5,
     "scale_lr": "linear",
     "clip_grad_norm": 1.0,
     "label_smoothing": 0.2,
@@ -276,7 +264,7 @@ OF_A_NODE = {"data_dir", "download", "output_dir", "resume", "weights", "workers
 def test_what_may_differ_between_nodes():
     modes = ("single", "dp", "ddp", "spawn")
     known = set().union(*(vars(make_args(mode, "--device", "cpu")) for mode in modes))
-    several = {"task", "local_rank", "node_rank", "master_addr", "master_port", "dist_url"}
+    several = {"task", "local_rank", "node_rank", "dist_url"}
     found = machinery.options.keys(machinery.options.PER_NODE)
     assert OF_A_NODE | several == found and known >= found
 
@@ -297,64 +285,6 @@ def test_image_size_without_effect_is_refused(dataset, folder):
     assert task.build_datasets(make_args("single", "--image-size", "16", "--dataset", "synthetic"))[
         0
     ][0][0].shape == (3, 16, 16)
-
-
-def test_power_sgd_with_a_changing_scale_is_refused():
-    with pytest.raises(common.UsageError, match="cannot follow the loss scale of --amp fp16"):
-        make_args("spawn", "--grad-compress", "powersgd", "--amp", "fp16")
-    for fine in (["--amp", "bf16"], []):
-        assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
-
-
-def test_power_sgd_on_the_cpu_beside_a_gpu_is_refused(monkeypatch):
-    """Torch's hook waits for the GPU that the buckets are on, if there is a GPU."""
-    argv = ["--grad-compress", "powersgd", "--device", "cpu"]
-    assert make_args("spawn", *argv).grad_compress == "powersgd"
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    with pytest.raises(
-        common.UsageError,
-        match=r"powersgd on the CPU: .* hide the GPU with CUDA_VISIBLE_DEVICES=''",
-    ):
-        make_args("spawn", *argv)
-    assert make_args("spawn", "--device", "cpu").grad_compress == "none"
-
-
-def print_traces():
-    def traces():
-        threads = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("Threads")
-        )
-        states = (
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.get_rng_state().tolist(),
-        )
-        return threads, torch.get_num_threads(), states
-
-    torch.set_num_threads(2)
-    # The samples of faulty.py are loaded one by one.
-    for argv in (["--model", "resnet9"], ["--task", str(TASKS / "faulty.py")]):
-        args = make_args("single", *argv)
-        own = machinery.tasks.load_task(args)
-        train_set, val_set = own.build_datasets(args)
-        net = machinery.tasks.build_net(args, own)
-        state = copy.deepcopy(net.state_dict())
-        before = traces()
-        machinery.check.check_run(args, own, train_set, val_set, net)
-        # A thread that was joined may leave the system a little later.
-        deadline = time.monotonic() + 10
-        while before != (after := traces()) and time.monotonic() < deadline:
-            pass
-        same = all(value.equal(state[name]) for name, value in net.state_dict().items())
-        print(before == after, same)
-
-
-def test_check_starts_no_thread_and_draws_no_random_number():
-    """Nor does it touch the statistics of BatchNorm."""
-    assert in_process(print_traces) == "True True\n" * 2
 
 
 STATEFUL = """import numpy as np, torch
@@ -427,18 +357,6 @@ def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
     with pytest.raises(common.UsageError, match="already holds a run"):
         make_args("single", "--output-dir", str(tmp_path))
     make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))
-
-
-def test_final_rate_without_effect_is_refused():
-    with pytest.raises(
-        common.UsageError, match=r"--final-lr 0.1 has no effect on --schedule const"
-    ):
-        make_args("single", "--final-lr", "0.1", "--schedule", "constant")
-    assert make_args("single", "--final-lr", "0.1").final_lr == 0.1
-    with pytest.raises(
-        common.UsageError, match=r"--step-gamma 0.9 has no effect on --schedule cosine; use step"
-    ):
-        make_args("single", "--step-gamma", "0.9")
 
 
 def test_hint_is_a_whole_choice():

@@ -5,7 +5,6 @@ import functools
 import multiprocessing
 import os
 import shutil
-import signal
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from harness import (
 )
 from patches import BASE, call_in_task, stop_after, without_speed, wrap_in_task
 from runs import CPU, make_run, make_step, start_epoch
-from short_runs import EVERYTHING, SMALL, SWA
+from short_runs import EVERYTHING, SMALL
 from torch import nn
 
 import common
@@ -35,26 +34,6 @@ import machinery.processes
 import machinery.rendezvous
 import machinery.run
 import machinery.tasks
-
-
-def stop_at(step):
-    """A patch that sends this process's rank 0 a real SIGTERM after a step; see `train`."""
-    return Stopper(step)
-
-
-class Stopper:
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, rank):
-        end_step, at = machinery.run.Run.end_step, self.step
-
-        def end_step_and_signal(run, grad_norm):
-            if rank == 0 and run.state.global_step + 1 == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            end_step(run, grad_norm)
-
-        machinery.run.Run.end_step = end_step_and_signal
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(s, marks=pytest.mark.long) for s in (1, 5)), 6, 9])
@@ -68,7 +47,9 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
         "ema",
     )  # dropout and BatchNorm too
     straight = undisturbed(mode, n, *argv)
-    stopped = train(mode, n, *argv, folder=tmp_path / "resumed", patch=stop_at(step))
+    stopped = train(
+        mode, n, *argv, folder=tmp_path / "resumed", patch=functools.partial(stop_after, step)
+    )
     assert stopped.code == 143, stopped.err
     assert step <= stopped.checkpoint()["global_step"] <= step + 2, (
         "the boundary that all ranks agree on comes at most a step later"
@@ -92,7 +73,7 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
 )
 def test_checkpoint_of_one_mode_and_world_size_resumes_in_any_other(mode, n, tmp_path):
     argv = (*SMALL, "--dtype", "float64")
-    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=stop_at(9))
+    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=functools.partial(stop_after, 9))
     assert stopped.code == 143
     resumed = train(mode, n, *argv, "--resume", "auto", folder=tmp_path, steps=0)
     deviations = compare(resumed, single_run(*argv))
@@ -183,15 +164,10 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     )
 
 
-def leave_at_once():
-    machinery.processes.wait_for_writer()  # the save before the evaluation is whole
-    os._exit(9)
-
-
 def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
     straight = train("single", 1, *EVERYTHING, folder=tmp_path / "straight")
     patch = functools.partial(
-        call_in_task, "per_sample_metrics", 11, leave_at_once
+        call_in_task, "per_sample_metrics", 11, functools.partial(os._exit, 9)
     )  # eight batches each
     assert train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch).code == 9
     resumed = train("single", 1, *EVERYTHING, "--resume", "auto", folder=tmp_path)
@@ -228,26 +204,6 @@ def test_workers_load_nothing_that_a_resumed_run_skips(tmp_path):
         assert len(batches) == 12 and len(set(batches)) == 12
     assert [int(line) for line in (tmp_path / "loaded").read_text().split()] == 2 * batches
     loader._iterator._shutdown_workers()
-
-
-def test_interrupted_swa_goes_on_bitwise(tmp_path):
-    argv = (*SWA[:-1], "8")  # averaged after epochs 7 and 8
-    straight = single_run(*argv)
-    assert (
-        train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 45)).code
-        == 143
-    )
-    last = tmp_path / "run" / "last.pt"
-    looked = train("single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "looked")
-    assert looked.eval_lines()[0]["loss"] == straight.eval_lines()[6]["loss"], (
-        "within an epoch the average has the statistics that it was last evaluated with"
-    )
-    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    for name, value in straight.checkpoint()["average"].items():
-        assert torch.equal(
-            torch.as_tensor(resumed.checkpoint()["average"][name]), torch.as_tensor(value)
-        ), name
-    assert without_speed(resumed.lines) == without_speed(straight.lines)
 
 
 # ---------------------------------------------------------------------- the same run or another one
@@ -351,7 +307,6 @@ def test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were(tmp_path, ha
     make_step(run, [2.0])
     run.save("last.pt")
     folder = run.files.directory
-    run.files.wait()
     machinery.processes.at_end.close()  # its lock
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(common.UsageError, match="does not fit the model or the optimizer"):
@@ -366,7 +321,6 @@ def test_checkpoint_lacks_nothing(tmp_path, handlers):
     """A file without one of its parts is refused by name."""
     run = make_run(tmp_path)
     run.save("last.pt")
-    run.files.wait()
     whole = torch.load(run.files.directory / "last.pt", weights_only=True)
     names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
     names += ["epoch", "step", "global_step", "samples", "classes"]

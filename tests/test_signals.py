@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import re
 import signal
@@ -19,13 +18,10 @@ from patches import (
     Patches,
     after_step,
     call_in_task,
-    in_process,
-    printed,
-    set_environment_of,
     without_speed,
 )
 from runs import make_run, make_step, start_epoch
-from short_runs import EVERYTHING, NOISE
+from short_runs import EVERYTHING
 
 import machinery.files
 import machinery.launch
@@ -271,7 +267,6 @@ def test_signal_before_training_ends_the_run_at_once(number, tmp_path):
 
 
 def look(path):
-    machinery.processes.wait_for_writer()  # of a save that was begun before
     print("saved:", path.exists() and torch.load(path)["step"])
 
 
@@ -289,7 +284,6 @@ def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_pat
 
 
 def interrupt_and_look(path, size):
-    machinery.processes.wait_for_writer()  # of a save that was begun before
     os.kill(os.getpid(), signal.SIGTERM)
     print("saved before:", torch.load(path)["step"] == size)
 
@@ -359,14 +353,6 @@ def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
     assert result.code == 0 and result.checkpoint()["epoch"] == 3, result.err
 
 
-def test_signal_in_the_last_evaluation_lets_the_run_end_well(tmp_path, monkeypatch):
-    monkeypatch.setenv("STOP_IN_EVALUATION", f"15:{tmp_path / 'seen'}")
-    result = train(
-        "single", 1, *NOISE, "--epochs", "1", folder=tmp_path, patch=set_environment_of(monkeypatch)
-    )
-    assert result.code == 0 and result.checkpoint()["epoch"] == 1 and (tmp_path / "seen").exists()
-
-
 # ---------------------------------------------------------------------------------- several signals
 
 
@@ -392,29 +378,8 @@ BY_STRENGTH = {
 }  # the weakest first: SLURM's warning, the user, the system
 
 
-def test_order_and_codes_of_the_signals():
-    assert list(machinery.processes.SIGNALS.items()) == list(BY_STRENGTH.items())
-
-
 def strongest(numbers):
     return max(numbers, key=list(BY_STRENGTH).index)
-
-
-def print_winners():
-    for count in (1, 2, 3):
-        for numbers in itertools.permutations(BY_STRENGTH, count):
-            stop = machinery.run.StopSignal()
-            assert stop.agreed() is None, "none yet"
-            for number in numbers:
-                os.kill(os.getpid(), number)
-            print("won", json.dumps([list(numbers), stop.agreed(), stop.agreed()]))
-
-
-def test_stronger_signal_wins_whichever_comes_first():
-    won = printed(in_process(print_winners), "won")
-    assert len(won) == 3 + 6 + 6
-    for numbers, first, again in won:
-        assert first == again == strongest(map(signal.Signals, numbers)), numbers
 
 
 def agree_on(numbers, wait=False):
@@ -503,47 +468,6 @@ def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys
     assert stopped.value.reason == f"stopped by {number.name} at step 1, which was not saved"
     assert not (run.files.directory / "last.pt").exists()
     assert "non-finite values in weight" in capsys.readouterr().err
-
-
-def test_signal_for_a_rank_that_has_just_ended_is_no_error(monkeypatch):
-    """Between the launcher's look and its signal a rank may end, and be waited for."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    pid, looks = ended.pid, itertools.count()
-
-    class Ending:
-        """Seems to run until it gets a signal."""
-
-        def __init__(self):
-            self.pid = pid
-
-        def poll(self):
-            if next(looks) == 0:
-                os.kill(os.getpid(), signal.SIGTERM)  # handled while the launcher waits
-            return None if next(looks) < 8 else 0
-
-        def kill(self):
-            pass
-
-        def wait(self):
-            pass
-
-    class Ended(Ending):
-        """Ended long ago; the system has given its number to another process."""
-
-        def __init__(self):
-            self.pid = other.pid
-
-        def poll(self):
-            return 0
-
-    received = []
-    with subprocess.Popen(["sleep", "60"]) as other:
-        with machinery.processes.at_end:
-            code, cause = machinery.launch.wait_for([Ending(), Ended()], 1, received)
-        assert (code, cause) == (0, "") and received == [signal.SIGTERM]
-        other.kill()
-        assert other.wait() == -signal.SIGKILL, "and not -SIGTERM"
 
 
 LATE = """

@@ -17,7 +17,7 @@ FILE = (
     else None
 )
 SENT = Path("/sys/class/net/link0/statistics/tx_bytes")
-LAST = 20  # the step, from 1, whose gradient is kept: PowerSGD compresses from the tenth on
+LAST = 20  # the step, from 1, whose gradient is kept
 steps: list[tuple[float, int]] = []
 
 
