@@ -114,7 +114,7 @@ def on_rank_1(change, call, rank=None):
 
     `rank=None`, to be used before ranks are forked, asks at the time.
     """
-    calls = itertools.count(-1)  # the first call is that of settle_buckets
+    calls = itertools.count()
 
     def per_sample_loss(original, outputs, targets):
         losses = original(outputs, targets)
@@ -203,8 +203,7 @@ def change_training_loss(change, rank):
         losses = original(outputs, targets)
         if not losses.requires_grad:
             return losses
-        k = next(calls) - dist.is_initialized()  # the first one there is that of settle_buckets
-        return change(losses, k) if k >= 0 else losses
+        return change(losses, next(calls))
 
     wrap_in_task("per_sample_loss", per_sample_loss)
 

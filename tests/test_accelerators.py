@@ -157,7 +157,7 @@ def test_average_is_torchs_own():
                 value.copy_(torch.rand_like(value))
             net.whole += 5
             net.large += 1
-        average.update_parameters(net)
+        average.after_step(net)
         theirs.update_parameters(net)
         now = [net[1].running_mean.clone(), net[2].running_var.clone()]
         statistics = [torch.lerp(a, b, 1 - 0.99) if step else b for a, b in zip(statistics, now)]
@@ -174,9 +174,9 @@ def test_average_copies_nothing_from_the_host():
     """torch's class copies `n_averaged` to the device for each dtype, and the host waits for it."""
     net = network().to("meta")  # a device that is not the CPU
     average = average_of(make_args("single", "--average", "ema"), net)
-    average.update_parameters(net)
+    average.after_step(net)
     with Operations() as operations:
-        average.update_parameters(net)
+        average.after_step(net)
     assert "_foreach_lerp_" in operations.names and "_foreach_copy_" in operations.names
     assert "_to_copy" not in operations.names and "copy_" not in operations.names
     theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.99))

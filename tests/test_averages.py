@@ -21,7 +21,7 @@ def test_ema_is_what_it_says(tmp_path, handlers):
     for step in range(3):
         net.weight.data.copy_(values + step)
         net.running_mean.copy_(values + step)
-        ema.update_parameters(net)
+        ema.after_step(net)
     assert run.eval_model() is ema.module
     expected = values + 0.99 * 0.01 * 1 + 0.01 * 2  # the first is taken whole
     assert torch.allclose(ema.module.weight, expected)
@@ -39,7 +39,7 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
             tensor.data = torch.rand_like(tensor)
         net.large += step
         net.plain[0] = step
-        average.update_parameters(net)
+        average.after_step(net)
         tensors = (*net.parameters(), net[1].running_mean, net[1].running_var)
         now = [tensor.detach().clone() for tensor in tensors]
         before = expected or now

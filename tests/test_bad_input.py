@@ -113,7 +113,6 @@ single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision and --dtype
 single 1 | --lr nan | --lr: must be a number, at least 0, got nan
 single 1 | --schedule step | --schedule step needs --step-epochs
 single 1 | --nesterov --momentum 0 | --optimizer sgd: ValueError: Nesterov momentum requires a momentum
-single 1 | --nesterov --optimizer adamw | --nesterov has no effect on --optimizer adamw; use sgd
 single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; there are conv1.weight
 single 1 | --freeze * | --freeze *: every parameter is frozen, nothing is left to train
 single 1 | --seed -1 | --seed: must be a whole number, 0 to 9223372036854775807

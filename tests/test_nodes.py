@@ -349,7 +349,10 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     ("options", "words"),
     [
         ("--node-rank 2 --dist-url tcp://10.0.0.1:7", "--node-rank 2 must be below --nnodes 2"),
-        ("--node-rank 1", "--nnodes 2 needs --node-rank, which counts machines from 0, and --dist"),
+        (
+            "--node-rank 1",
+            "--nnodes 2 needs --node-rank, which counts machines from 0, and --dist-url",
+        ),
         ("--node-rank 1 --dist-url tcp://no-such-host.invalid:7", "Name or service not known"),
         ("--node-rank 1 --dist-url tcp://a..b:7", "it must lead to the node with --node-rank 0"),
         ("--node-rank 0 --dist-url tcp://192.0.2.1:7", "Cannot assign requested address"),

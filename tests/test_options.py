@@ -110,6 +110,7 @@ DEFAULTS = {
     "tensorboard": False,
     "device": "auto",
     "deterministic": False,
+    "check": True,
 }
 
 
@@ -222,11 +223,12 @@ CHANGED = {  # another value of every option
     "tensorboard": True,
     "device": "cpu",
     "deterministic": True,
+    "check": False,
 }
 THE_SAME_RUN = {"data_dir", "download", "skip_corrupt", "workers", "weights", "epochs", "compile"}
 THE_SAME_RUN |= {"channels_last", "find_unused_parameters", "timeout", "output_dir", "resume"}
 THE_SAME_RUN |= {"save_every", "keep_every", "eval_only", "log_every", "tensorboard", "device"}
-THE_SAME_RUN |= {"deterministic"}
+THE_SAME_RUN |= {"deterministic", "check"}
 ANOTHER_EVALUATION = {"dataset", "image_size", "model", "dtype", "average"}
 ANOTHER_EVALUATION |= {"optimizer", "freeze", "label_smoothing"}
 
@@ -258,7 +260,16 @@ def test_what_may_change_at_resume(name):
     machinery.files.check_config(args, config, path)  # of a version that did not have the option
 
 
-OF_A_NODE = {"data_dir", "download", "output_dir", "resume", "weights", "workers", "device"}
+OF_A_NODE = {
+    "data_dir",
+    "download",
+    "output_dir",
+    "resume",
+    "weights",
+    "workers",
+    "device",
+    "check",
+}
 
 
 def test_what_may_differ_between_nodes():
