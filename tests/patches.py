@@ -31,14 +31,7 @@ import sampling
 BASE = (
     "--task",
     str(TASKS / "pit_models.py"),
-    "--dtype",
-    "float64",
-    "--device",
-    "cpu",
-    "--epochs",
-    "3",
-    "--batch-size",
-    "30",
+    *"--dtype float64 --device cpu --epochs 3 --batch-size 30".split(),
 )
 BASE += ("--log-every", "1", "--warmup-epochs", "1", "--timeout", "30")
 

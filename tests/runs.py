@@ -36,10 +36,7 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     options = [
         "--batch-size",
         str(batch_size),
-        "--warmup-epochs",
-        "0",
-        "--device",
-        "cpu",
+        *"--warmup-epochs 0 --device cpu".split(),
         *map(str, argv),
     ]
     args = make_args("single", "--output-dir", str(folder / "run"), *options)

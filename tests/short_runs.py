@@ -2,27 +2,11 @@
 
 from harness import TASKS
 
-SMALL = (
-    "--task",
-    str(TASKS / "small.py"),
-    "--epochs",
-    "4",
-    "--batch-size",
-    "30",
-    "--log-every",
-    "4",
-)
+SMALL = ("--task", str(TASKS / "small.py"), *"--epochs 4 --batch-size 30 --log-every 4".split())
 EVERYTHING = [
     "--task",
     str(TASKS / "everything.py"),
-    "--dtype",
-    "float64",
-    "--epochs",
-    "3",
-    "--batch-size",
-    "30",
-    "--log-every",
-    "4",
+    *"--dtype float64 --epochs 3 --batch-size 30 --log-every 4".split(),
 ]
 MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
 ODD = ("--task", str(TASKS / "odd.py"), "--dtype", "float64", "--batch-size", "30", "--epochs", "3")

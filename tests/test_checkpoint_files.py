@@ -316,9 +316,7 @@ class Journal:
             monkeypatch.setattr(os, name, move(name))
         monkeypatch.setattr(torch, "save", saved)
         monkeypatch.setattr(
-            shutil,
-            "copyfile",
-            lambda a, b: (copyfile(a, b), self.note("copied", Path(b), Path(a))),
+            shutil, "copyfile", lambda a, b: (copyfile(a, b), self.note("copied", Path(b), Path(a)))
         )
 
     def note(self, what, path, source=None):
@@ -358,11 +356,9 @@ def test_files_of_an_epoch_appear_whole_durable_and_in_this_order(run, monkeypat
     journal = Journal(run.files.directory, monkeypatch)
     run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
     monkeypatch.undo()
-    assert journal.appearances() == [
-        "best.pt",
-        "epoch-0002.pt",
-        "last.pt",
-    ], "last.pt counts the epoch as done: after it nothing would make the others"
+    assert journal.appearances() == ["best.pt", "epoch-0002.pt", "last.pt"], (
+        "last.pt counts the epoch as done: after it nothing would make the others"
+    )
     check_files(journal, ["best.pt", "epoch-0002.pt", "last.pt"], 12)
     assert {
         step_in(run.files.directory / name) for name in ("best.pt", "epoch-0002.pt", "last.pt")
@@ -395,8 +391,7 @@ def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(
-        OSError,
-        match=f"{failing} could not be written .is the disk full.*No space left",
+        OSError, match=f"{failing} could not be written .is the disk full.*No space left"
     ):
         run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
     assert step_in(run.files.directory / "last.pt") == 7

@@ -23,14 +23,7 @@ import machinery.tasks
 DIGITS = (
     "--task",
     str(TASKS / "small.py"),
-    "--dtype",
-    "float64",
-    "--epochs",
-    "5",
-    "--batch-size",
-    "30",
-    "--log-every",
-    "4",
+    *"--dtype float64 --epochs 5 --batch-size 30 --log-every 4".split(),
 )
 SIZES = [
     ("dp", 1),
@@ -221,12 +214,7 @@ def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
     """Replica 0 keeps the running statistics, and the others do not touch them, as rank 0 does."""
     argv = (
         *BASE,
-        "--model",
-        "batchnorm",
-        "--batch-size",
-        "24",
-        "--epochs",
-        "1",
+        *"--model batchnorm --batch-size 24 --epochs 1".split(),
     )  # an even share: both cut it alike
     result, reference = train("dp", 2, *argv, folder=tmp_path), undisturbed("ddp", 2, *argv)
     assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
@@ -259,14 +247,7 @@ def test_replicas_on_accelerators_have_their_own_random_streams(monkeypatch):
 EVERYTHING = (
     "--task",
     str(TASKS / "everything.py"),
-    "--dtype",
-    "float64",
-    "--epochs",
-    "2",
-    "--batch-size",
-    "30",
-    "--device",
-    "cpu",
+    *"--dtype float64 --epochs 2 --batch-size 30 --device cpu".split(),
 )
 
 

@@ -241,10 +241,7 @@ def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
         "single",
         1,
         *BASE,
-        "--average",
-        "ema",
-        "--batch-size",
-        "7",
+        *"--average ema --batch-size 7".split(),
         *options,
         folder=tmp_path / "same",
     )

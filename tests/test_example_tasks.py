@@ -34,19 +34,7 @@ def small(request, tmp_path_factory):
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     MAKE[name](folder / "data", *SIZES[name])
     argv = [*command(name, folder / "data"), *WIDTHS[name].split(), "--dtype", "float64"]
-    argv += [
-        "--epochs",
-        "2",
-        "--batch-size",
-        "7",
-        "--lr",
-        "0.01",
-        "--best",
-        "AP",
-        "--sync-bn",
-        "--clip-grad-norm",
-        "10",
-    ]
+    argv += [*"--epochs 2 --batch-size 7 --lr 0.01 --best AP --sync-bn --clip-grad-norm 10".split()]
     single = [argument for argument in argv if argument != "--sync-bn"]
     result = train("single", 1, *single, folder=folder / "single")
     assert result.code == 0, result.err

@@ -14,13 +14,12 @@ from harness import (
     deviation,
     in_group,
     make_args,
-    optimizer_of,
     single_run,
     train,
     undisturbed,
 )
 from launches import free_port
-from patches import BASE, Operations, stop_after, without_speed
+from patches import BASE, stop_after, without_speed
 from torch import nn
 
 import common
@@ -98,36 +97,6 @@ def test_file_of_shards_holds_whole_plain_tensors(tmp_path):
     assert line["loss"] == pytest.approx(result.eval_lines()[-1]["loss"], rel=1e-12)
 
 
-def print_joined():
-    """Tensors as an optimizer of a task may keep them, on rows of 3 ranks."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    import machinery.sharding
-    import machinery.state
-
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
-    replicate = [Replicate()] * (mesh.ndim - 1)
-    value = torch.arange(28.0).view(7, 4)
-    cut = [
-        distribute_tensor(value, mesh, [*replicate, place])
-        for place in (Shard(0), Shard(1), Replicate())
-    ]
-    sums = cut[0].sum(0), cut[0].norm()
-    assert sums[0].placements[-1].is_partial() and sums[1].dim() == 0
-    wanted = [value] * 3 + [value.sum(0), value.norm()]
-    for found, right in zip([*cut, *sums], wanted):
-        torch.testing.assert_close(machinery.state.joined(found), right)
-    own = torch.full((2, 4), float(torch.distributed.get_rank()))  # cut among the rows too
-    both = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim)
-    torch.testing.assert_close(machinery.state.joined(both), both.full_tensor())
-    print(mesh.ndim)
-
-
-@pytest.mark.parametrize("n", [3, 6])
-def test_tensors_that_are_cut_in_any_way_are_joined(n):
-    assert in_group(n, print_joined) == [f"{n // 3}\n"] * n
-
-
 def test_ranks_of_one_row_share_a_copy(tmp_path):
     result = train("fsdp", 4, *BASE, "--shard-size", "2", folder=tmp_path)
     assert max(compare(result, single_run(*BASE)).values()) <= 1e-10
@@ -156,13 +125,6 @@ def test_ranks_of_shards_drop_other_units(tmp_path):
     argv = (*BASE, "--model", "dropout")
     shards, ranks = train("fsdp", 2, *argv, folder=tmp_path), undisturbed("ddp", 2, *argv)
     assert max(compare(shards, ranks).values()) <= 1e-10
-
-
-def test_rank_with_a_batch_less_joins_the_last_forward(tmp_path):
-    """57 samples in batches of 8 on 3 ranks: two of them have three batches, one has two."""
-    argv = (*BASE, "--eval-batch-size", "8")
-    result = train("fsdp", 3, *argv, folder=tmp_path)
-    assert max(compare(result, single_run(*argv)).values()) <= 1e-10
 
 
 def make_nan(losses, k):
@@ -253,41 +215,9 @@ def shares_of(name):
 NETS = {"mlp": lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])}
 
 
-def print_rows():
-    import machinery.sharding
-
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
-    print(mesh["shard"].size(), mesh["replicate"].size())
-
-
-def test_ranks_of_a_row_hold_the_whole():
-    assert [out.split() for out in in_group(6, print_rows)] == [["3", "2"]] * 6
-
-
 def test_each_rank_holds_its_share():
     shares = [float(out) for out in in_group(4, functools.partial(shares_of, "mlp"))]
     assert max(shares) <= 0.26 and sum(shares) == pytest.approx(1)
-
-
-def print_kernels(name):
-    import machinery.sharding
-
-    net = NETS["mlp"]()
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh)
-    optimizer = optimizer_of(make_args("single", "--optimizer", name), net)
-    net(torch.ones(2, 64)).sum().backward()
-    optimizer.step()  # makes its state
-    with Operations() as operations:
-        optimizer.step()
-    print(*operations.names)
-
-
-@pytest.mark.parametrize(("name", "kernel"), [("sgd", "_foreach_add_"), ("adamw", "_fused_adamw_")])
-def test_kernels_of_shards(name, kernel):
-    """Torch takes sharded tensors one by one unless it is told otherwise."""
-    for names in in_group(2, functools.partial(print_kernels, name)):
-        assert kernel in names.split() and len(names.split()) < 12, names
 
 
 def test_parts_that_are_sharded_each_for_itself():

@@ -15,21 +15,9 @@ import termios
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from harness import ROOT, TASKS, make_args, train
-from patches import BASE, in_process, printed
-
-import common
-import machinery.check
-import machinery.files
-import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
-import machinery.run
-import machinery.tasks
-import train_spawn
+from harness import ROOT, TASKS, train
+from patches import BASE, printed
 
 
 def run_sh(*arguments, cwd, root=ROOT, timeout=200, first_on_path=""):
@@ -118,28 +106,6 @@ def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp
     )
 
 
-@pytest.mark.release
-def test_half_made_environment_is_made_anew(lacking, tmp_path):
-    """`python -m venv` was interrupted before it had pip, or before it had all of pip. A whole environment is kept."""
-    environment = lacking / ".venv"
-
-    def kept():
-        (environment / "mark").touch()
-        finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
-        assert (
-            finished.returncode != 0
-            and "No matching distribution found for no-such-package" in finished.stderr
-        ), finished.stderr
-        return (environment / "mark").exists()
-
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    assert not kept()
-    assert kept()
-    (record,) = environment.glob("lib/python*/site-packages/pip-*.dist-info/RECORD")
-    record.unlink()  # which is written last
-    assert not kept()
-
-
 def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, monkeypatch):
     """As on Debian and Ubuntu without the package python3-venv. What is there already, half-made, does not hide it."""
     (tmp_path / "modules").mkdir()
@@ -157,17 +123,6 @@ def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, mon
         ), finished.stderr
         assert finished.stderr.count("\n") == 2 and "Traceback" not in finished.stderr
     assert not (lacking / ".venv").exists()
-
-
-@pytest.mark.long
-def test_order_of_a_set_is_the_same_in_every_process(tmp_path, monkeypatch):
-    """A task that numbers the classes of a set would give each rank other labels."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    names = "print({f'class {i}' for i in range(20)})"
-    (tmp_path / "own.py").write_text(f"{names}\ndef add_options(parser): pass\n")
-    runs = [run_sh("single", "--task", "own.py", "--help", cwd=tmp_path) for _ in range(2)]
-    first, second = (finished.stdout.splitlines()[0] for finished in runs)
-    assert first == second and "class 19" in first
 
 
 @pytest.mark.long
@@ -241,25 +196,6 @@ def test_number_of_devices_is_n_or_the_option_or_the_default(mode, arguments, me
     ), finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["dp", "spawn"])
-@pytest.mark.long
-def test_script_decides_how_many_devices_if_n_is_not_given(mode, tmp_path):
-    """It asks for the accelerators, of which there may be another number than two."""
-    command = ["bash", "-x", str(ROOT / "run.sh"), mode, "--batch-size", "1"]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    (started,) = re.findall(rf"^\+ exec \S+ \S+/train_{mode}\.py (.*)$", finished.stderr, re.M)
-    assert started == "--batch-size 1"
-
-
-@pytest.mark.parametrize("option", ["--help"])
-@pytest.mark.long
-def test_help_is_shown_and_nothing_is_started(option, tmp_path):
-    finished = run_sh("ddp", 2, option, cwd=tmp_path)
-    assert finished.returncode == 0 and finished.stdout.count("usage: train_ddp.py") == 1
-    assert "samples per optimizer step, over all devices" in finished.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.long
 def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
     """Plain lines go to a file; someone who watches gets a bar, and the evaluation lines."""
@@ -268,11 +204,7 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "train_single.py"),
-        "--epochs",
-        "2",
-        "--log-every",
-        "5",
-        "--output-dir",
+        *"--epochs 2 --log-every 5 --output-dir".split(),
         str(tmp_path / "run"),
     ]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs, close_fds=True)
@@ -294,16 +226,6 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
 # -------------------------------------------------------------------------- what the launcher tells
 
 
-@pytest.mark.parametrize(("mode", "option"), [("dp", "replicas"), ("spawn", "nproc")])
-def test_devices_of_a_cpu_are_two(mode, option):
-    argv = ["--device", "cpu"]
-    assert vars(make_args(mode, *argv))[option] == 2
-    assert vars(make_args(mode, *argv, f"--{option}", "64"))[option] == 64
-    for wrong in ("0", "65"):  # 65 devices cannot share a batch of 64
-        with pytest.raises(common.UsageError):
-            make_args(mode, *argv, f"--{option}", wrong)
-
-
 def print_patience(rank):
     init = dist.init_process_group
 
@@ -322,18 +244,6 @@ def test_timeout_reaches_the_process_group(mode, n, tmp_path):
     assert printed(result.out, "patience") == [77.0, 77.0]
 
 
-def test_spawn_checks_before_it_starts_a_process(monkeypatch):
-    monkeypatch.setattr(torch.multiprocessing, "spawn", None)
-    with pytest.raises(common.UsageError, match="--batch-size 1 cannot be cut into 2 devices"):
-        train_spawn.main(["--nproc", "2", "--batch-size", "1"])
-
-
-def test_rank_left_in_the_environment_does_not_silence_a_single_run(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    make_args("single", *BASE)
-    assert common.get_rank() == 0
-
-
 def count_workers_before_the_group(rank):
     init = dist.init_process_group
 
@@ -350,35 +260,10 @@ def test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy(mo
         mode,
         2,
         *BASE,
-        "--epochs",
-        "1",
-        "--workers",
-        "1",
+        *"--epochs 1 --workers 1".split(),
         folder=tmp_path,
         patch=count_workers_before_the_group,
     )
     assert result.code == 0 and result.out.count("workers: 2") == 2, (
         result.out
     )  # one of each loader, on both ranks
-
-
-def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
-    monkeypatch.delenv("LAUNCH_RENDEZVOUS_FILE", raising=False)
-    assert machinery.rendezvous.init_method() == "env://"
-    monkeypatch.setenv("LAUNCH_RENDEZVOUS_FILE", "/tmp/x/ranks")
-    places = set()
-    for restarts in range(3):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        places.add(machinery.rendezvous.init_method())
-    assert len(places) == 3 and all(place.startswith("file:///tmp/x/ranks") for place in places)
-
-
-def print_determinism():
-    for argv in ([], ["--deterministic"]):
-        args = make_args("single", "--device", "cpu", *argv)
-        machinery.processes.set_up_device(args.device, args.deterministic)
-        print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
-
-
-def test_deterministic_is_handed_to_torch():
-    assert in_process(print_determinism).split() == ["False", "True", "True", "False"]

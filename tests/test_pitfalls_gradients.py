@@ -507,10 +507,7 @@ def test_pitfall_33_cpu_ranks_train_one_model(tmp_path):
         "single",
         1,
         *BASE,
-        "--epochs",
-        "1",
-        "--lr",
-        "0",
+        *"--epochs 1 --lr 0".split(),
         folder=tmp_path / "start",
         patch=print_weights,
     )

@@ -476,10 +476,7 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     """The ranks of a torchrun that was killed train on, unseen: nothing tells them that their launcher is gone."""
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
+        *"-m torch.distributed.run --standalone --nproc-per-node=2".split(),
         str(ROOT / "train_ddp.py"),
     ]
     command += [*BASE, *ENDLESS, "--output-dir", str(tmp_path / "run")]
@@ -522,11 +519,7 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
 
     argv = [
         *BASE,
-        "--nproc",
-        "1",
-        "--nnodes",
-        "2",
-        "--dist-url",
+        *"--nproc 1 --nnodes 2 --dist-url".split(),
         f"tcp://127.0.0.1:{port}",
         "--output-dir",
         str(tmp_path / "spawn"),
@@ -549,15 +542,7 @@ def test_pitfall_40_unusable_address_is_an_error(url, tmp_path):
     """The launcher of the second machine waits for ever at an address where nobody can be: it must say so at once."""
     argv = [
         *BASE,
-        "--nproc",
-        "1",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--timeout",
-        "5",
-        "--output-dir",
+        *"--nproc 1 --nnodes 2 --node-rank 1 --timeout 5 --output-dir".split(),
         str(tmp_path / "run"),
     ]
     target = functools.partial(spawn_launcher, argv + (["--dist-url", url] if url else []))

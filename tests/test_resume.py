@@ -1,8 +1,6 @@
 """A resumed run is the run that it resumes, bitwise; another run is refused; what the folder of a run holds by then."""
 
-import copy
 import functools
-import multiprocessing
 import os
 import shutil
 
@@ -12,7 +10,6 @@ from harness import (
     TASKS,
     compare,
     factor_of,
-    guard_of,
     loader_of,
     make_args,
     make_sampler,
@@ -22,7 +19,7 @@ from harness import (
     walk,
 )
 from patches import BASE, call_in_task, stop_after, without_speed, wrap_in_task
-from runs import CPU, make_run, make_step, start_epoch
+from runs import make_run, make_step, start_epoch
 from short_runs import EVERYTHING, SMALL
 from torch import nn
 
@@ -80,37 +77,6 @@ def test_checkpoint_of_one_mode_and_world_size_resumes_in_any_other(mode, n, tmp
     assert max(deviations.values()) <= 1e-10, deviations
 
 
-def test_resume_on_three_ranks_is_bitwise(tmp_path):
-    """With three ranks or more the last bit of a sum depends on where in DDP's bucket a gradient stands."""
-    argv = (
-        "--task",
-        TASKS / "everything.py",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "30",
-        "--timeout",
-        "30",
-    )
-    straight = train("ddp", 3, *argv, folder=tmp_path / "straight")
-    stopped = train("ddp", 3, *argv, folder=tmp_path, patch=functools.partial(stop_after, 2))
-    assert stopped.code == 143
-    resumed = train("ddp", 3, *argv, "--resume", "auto", folder=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert all(
-        tensor.equal(straight.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
-
-
-def test_scaler_goes_on_where_it_was_saved():
-    first, second = (guard_of(make_args(), CPU, torch.nn.Linear(1, 1)) for _ in range(2))
-    first.skipped.fill_(3)
-    first.in_a_row.fill_(2)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert (second.skipped, second.in_a_row) == (3, 2)
-
-
 def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
     argv = (*BASE, "--dtype", "float32", "--amp", "fp16", "--epochs", "2")
     straight = single_run(*argv)
@@ -157,11 +123,7 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     shutil.copytree(result.folder, machinery.files.output_directory(make_args("ddp", *BASE)))
     path, found = find(make_args("ddp", *BASE), 203)
-    assert found["global_step"] == 6 and path.parts[-3:] == (
-        "runs",
-        "pit_models-one",
-        "last.pt",
-    )
+    assert found["global_step"] == 6 and path.parts[-3:] == ("runs", "pit_models-one", "last.pt")
 
 
 def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
@@ -285,11 +247,7 @@ def test_more_epochs_follow_the_longer_schedule_from_the_first_step(finished, tm
         "single",
         1,
         *SMALL,
-        "--epochs",
-        "6",
-        "--log-every",
-        "1",
-        "--resume",
+        *"--epochs 6 --log-every 1 --resume".split(),
         finished.folder / "last.pt",
         folder=tmp_path,
     )
@@ -374,37 +332,6 @@ def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, mess
         assert len(resumed.err.splitlines()) == 1, "rank 0 speaks for all"
 
 
-def put_a_module_into_args(model, args):
-    args.made_by_the_task = multiprocessing
-    return model
-
-
-def test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint(tmp_path):
-    argv = ["--batch-size", "500", "--epochs", "1"]
-    result = train(
-        "ddp",
-        2,
-        *argv,
-        folder=tmp_path,
-        patch=functools.partial(change_task, "build_model", put_a_module_into_args),
-    )
-    assert result.code == 0, result.err
-    assert "made_by_the_task" not in common.load_checkpoint(result.folder / "last.pt")["config"]
-
-
-def test_task_may_move_to_another_folder(tmp_path):
-    moved = shutil.copy(TASKS / "small.py", tmp_path / "small.py")
-    argv = ("--batch-size", "30", "--output-dir", tmp_path / "run")
-    first = train(
-        "single", 1, *argv, "--task", TASKS / "small.py", "--epochs", "1", folder=tmp_path
-    )
-    result = train(
-        "single", 1, *argv, "--task", moved, "--epochs", "2", "--resume", "auto", folder=tmp_path
-    )
-    assert first.code == result.code == 0, result.err
-    assert result.checkpoint()["epoch"] == 2
-
-
 def test_checkpoint_of_another_format_is_refused(tmp_path):
     torch.save({"format": common.FORMAT + 1}, tmp_path / "later.pt")
     with pytest.raises(
@@ -440,46 +367,6 @@ def test_going_back_to_an_older_checkpoint_is_going_back(tmp_path):
         "single", 1, *EVERYTHING, "--keep-every", "1", "--resume", "auto", folder=tmp_path
     )
     assert "resumed at epoch 2, step 0" in resumed.out and without_speed(resumed.lines) == before
-
-
-def test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "best.pt").touch()
-    result = train("single", 1, *BASE, "--resume", "auto", folder=tmp_path)
-    assert (
-        result.code == 2
-        and f"no last.pt in {tmp_path / 'run'}, but best.pt; name that file" in result.err
-    )
-
-
-def let_another_run_end(theirs, ours, rank):
-    """Another run in the folder ends just before this one takes the lock."""
-    flock = machinery.files.fcntl.flock
-
-    def locked(*arguments):
-        shutil.copytree(theirs, ours, dirs_exist_ok=True)
-        flock(*arguments)
-
-    machinery.files.fcntl.flock = locked
-
-
-def test_run_that_ended_while_this_one_was_starting_is_not_overwritten(tmp_path):
-    argv = ["--batch-size", "500", "--epochs", "1"]
-    train("single", 1, *argv, folder=tmp_path / "theirs")
-    patch = functools.partial(let_another_run_end, tmp_path / "theirs" / "run", tmp_path / "run")
-    result = train("single", 1, *argv, "--resume", "auto", folder=tmp_path, patch=patch)
-    assert result.code == 0 and "resumed after all 1 epochs" in result.out, result.out + result.err
-
-
-def test_finished_run_says_how_it_would_go_on(tmp_path):
-    argv = ["--batch-size", "500", "--epochs", "1"]
-    train("single", 1, *argv, folder=tmp_path)
-    again = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    assert (
-        again.code == 0
-        and "resumed after all 1 epochs: nothing is left to do; a larger --epochs goes on"
-        in again.out
-    )
 
 
 def test_resume_from_elsewhere_does_not_overwrite_another_run(tmp_path):
@@ -526,15 +413,3 @@ def test_second_run_in_one_folder_is_refused(tmp_path):
     result = train("single", 1, *SMALL, folder=tmp_path, patch=start_another_run_in(tmp_path))
     assert result.code == 0, result.err
     assert "second run: 2" in result.out and "another run is writing there" in result.err
-
-
-def test_state_of_an_optimizer_that_cannot_be_fused_is_restored(tmp_path):
-    """A reader adds an optimizer: its parameter groups have no entry `fused`."""
-    state = make_run(tmp_path).state
-    state.optimizer = torch.optim.Rprop(state.net.parameters(), lr=0.5)
-    state.optimizer.param_groups[0]["initial_lr"] = 0.5
-    checkpoint = copy.deepcopy(state.checkpoint())
-    for parameter in state.net.parameters():
-        parameter.data.fill_(3)
-    state.restore(checkpoint)
-    assert torch.equal(state.net.weight, checkpoint["model"]["weight"])

@@ -13,13 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import in_group, train
 from launches import ROOT, TASKS, Launch, listening, read, treats
-from patches import (
-    BASE,
-    Patches,
-    after_step,
-    call_in_task,
-    without_speed,
-)
+from patches import BASE, Patches, after_step, call_in_task, without_speed
 from runs import make_run, make_step, start_epoch
 from short_runs import EVERYTHING
 
@@ -33,12 +27,7 @@ import machinery.run
 OPTIONS = [
     "--task",
     str(TASKS / "small.py"),
-    "--batch-size",
-    "30",
-    "--epochs",
-    "10000",
-    "--log-every",
-    "6",
+    *"--batch-size 30 --epochs 10000 --log-every 6".split(),
 ]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
 LAUNCHES = {
@@ -73,15 +62,6 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
         assert saved["global_step"] > 12 and not list((tmp_path / "run").glob(".*tmp*"))
         message = f"stopped by {signal.Signals(number).name} after saving step {saved['global_step']} (exit code {CODES[number]})"
         assert launch.errors().rstrip().endswith(message), "the last line says what happened"
-
-
-@pytest.mark.release
-def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
-    with Launch(LAUNCHES["ddp"], tmp_path) as launch:
-        launch.wait_for("epoch 3/.* step 6/6")
-        os.killpg(launch.process.pid, signal.SIGINT)
-        assert launch.end() == 130, launch.errors()
-        assert launch.checkpoint()["global_step"] > 12
 
 
 @pytest.mark.long
@@ -125,21 +105,6 @@ def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, send, tm
         assert launch.end() == 130, launch.errors()
         assert launch.errors().rstrip().endswith("stopped by SIGINT with nothing to save")
         assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
-
-
-@pytest.mark.release
-def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tmp_path):
-    (tmp_path / "task.py").write_text(
-        "import os\nfrom small import *\nfrom small import build_model as build\n"
-        "def build_model(args):\n    os.environ.get('RANK') == '1' and os.kill(os.getpid(), 2)\n    return build(args)\n"
-    )
-    environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
-    with Launch(
-        LAUNCHES["ddp"], tmp_path, "--task", str(tmp_path / "task.py"), **environment
-    ) as launch:
-        assert launch.end() == 1, launch.errors()  # nobody has asked the launcher to stop
-        assert launch.errors() == "train_ddp.py: process 1 was killed by SIGINT\n"
-        assert "Traceback" not in launch.errors(), "of the rank that lost its connection"
 
 
 @pytest.mark.long
@@ -188,22 +153,6 @@ def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
         launch.process.send_signal(signal.SIGUSR1)
         assert launch.end() == 138, launch.errors()
         assert launch.errors() == "train_ddp.py: stopped by SIGUSR1 with nothing to save\n"
-
-
-@pytest.mark.long
-def test_signal_when_all_is_done_changes_nothing(tmp_path):
-    """Such as a Ctrl-C for a launcher that only has to remove its temporary folder."""
-    (tmp_path / "late.py").write_text(
-        "import os, signal, sys, tempfile\nimport machinery.launch, machinery.processes\n"
-        "cleanup = tempfile.TemporaryDirectory.cleanup\n"
-        "def late(folder):\n    os.kill(os.getpid(), signal.SIGTERM)\n    cleanup(folder)\n    print('cleared up')\n"
-        "tempfile.TemporaryDirectory.cleanup = late\n"
-        "sys.exit(machinery.processes.run_main(machinery.launch.main))\n"
-    )
-    command = [sys.executable, str(tmp_path / "late.py"), "ddp", "1", *OPTIONS[:4], "--epochs", "1"]
-    with Launch(command, tmp_path, PYTHONPATH=str(ROOT)) as launch:
-        launch.wait_for("cleared up")
-        assert (launch.end(), launch.errors()) == (0, "")
 
 
 @pytest.mark.long
@@ -303,40 +252,6 @@ def test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_
     assert (saved["epoch"], saved["step"], saved["global_step"]) == (1, 0, 6)
     resumed = train(mode, n, *EVERYTHING, "--resume", "auto", folder=tmp_path)
     assert resumed.out.count("resumed at epoch") == 1, "rank 0 says it, and no other"
-    assert without_speed(resumed.lines) == without_speed(straight.lines)
-    assert all(
-        tensor.equal(straight.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
-
-
-def interrupt_within_a_save(rank):
-    """SIGTERM in the second save, when its file is written but not in its place."""
-    replace, calls = os.replace, itertools.count()
-
-    def interrupted(*arguments):
-        if next(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        replace(*arguments)
-
-    os.replace = interrupted
-
-
-def test_signal_within_a_save_lets_it_end(tmp_path):
-    straight = train("single", 1, *EVERYTHING, "--save-every", "2", folder=tmp_path / "straight")
-    stopped = train(
-        "single",
-        1,
-        *EVERYTHING,
-        "--save-every",
-        "2",
-        folder=tmp_path,
-        patch=interrupt_within_a_save,
-    )
-    assert stopped.code == 143 and not list(stopped.folder.glob(".*")), stopped.err
-    resumed = train(
-        "single", 1, *EVERYTHING, "--save-every", "2", "--resume", "auto", folder=tmp_path
-    )
     assert without_speed(resumed.lines) == without_speed(straight.lines)
     assert all(
         tensor.equal(straight.checkpoint()["model"][name])

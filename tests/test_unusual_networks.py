@@ -3,21 +3,16 @@
 import functools
 
 import pytest
-import torch
-import torch.distributed as dist
 from harness import (
     TASKS,
-    average_of,
     check,
     compare,
-    in_group,
     make_args,
     single_run,
     train,
     undisturbed,
 )
 from patches import BASE, stop_after, without_speed
-from torch import nn
 
 import common
 import machinery.tasks
@@ -65,15 +60,6 @@ def test_file_is_loaded_by_a_network_that_asks_for_versions(tmp_path):
     assert again.code == 0 and "weights: 4 of the model's 4 tensors" in again.out, again.err
 
 
-def test_average_has_the_extra_state_of_the_network():
-    args = make_args("single", *OWN, "--model", "counts")
-    net = machinery.tasks.load_task(args).build_model(args)
-    average = average_of(make_args("single", "--average", "ema"), net)
-    net.between.calls = 7
-    average.after_step(net)
-    assert average.module.between.calls == 7
-
-
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_shards_of_parts_that_are_read_without_a_call(n, tmp_path):
     argv = (*OWN, "--model", "parameters")
@@ -112,19 +98,3 @@ def test_network_that_cannot_work_is_refused(mode, options, message):
     kind = options.split()[0]
     right = {"unreadable": "counts", "silent": "counts", "kept": "cached", "expanded": "passing"}
     check("ddp", 2, *OWN, "--model", right.get(kind, kind))
-
-
-def check_whole_numbers():
-    net = nn.Linear(2, 2)
-    net.order = nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
-    common.sync_buffers(net)
-    net.order.data[2] += dist.get_rank()
-    try:
-        common.sync_buffers(net)
-    except RuntimeError as error:
-        print(error)
-
-
-def test_drift_of_a_parameter_of_one_byte_is_seen():
-    found = in_group(2, check_whole_numbers)
-    assert all(out.startswith("parameters differ between ranks: order;") for out in found)
