@@ -26,24 +26,23 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The clock of machinery/log.py, which stands still until the test moves it."""
+    """The clock of machinery/run.py, which stands still until the test moves it."""
     import runs
 
-    import machinery.log
+    import machinery.run
 
     clock = runs.Clock()
-    monkeypatch.setattr(machinery.log, "time", clock)
+    monkeypatch.setattr(machinery.run, "time", clock)
     return clock
 
 
 @pytest.fixture
 def handlers():
-    """Put back the answers to signals that a Run in this process takes over; let its save end."""
-    import machinery.processes
+    """Put back the answers to signals that a Run in this process takes over."""
+    import machinery.process
 
-    before = {number: signal.getsignal(number) for number in machinery.processes.SIGNALS}
+    before = {number: signal.getsignal(number) for number in machinery.process.SIGNALS}
     yield
-    machinery.processes.wait_for_writer()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -71,7 +70,6 @@ def run(tmp_path):
             make_step(run, [1.0])
         if epoch == 0:
             run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    run.files.wait()
     return run
 
 

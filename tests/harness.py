@@ -32,11 +32,10 @@ from launches import MEASURED, ROOT, TASKS, without_gloo  # noqa: F401 (the test
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import common
-import machinery.check
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.tasks
+import machinery.process
+import machinery.usertask
 import sampling
 
 TIMEOUT = 120  # seconds that any group of processes may take
@@ -53,9 +52,7 @@ SLOW = [
     "torchvision.models",
     "torchvision.transforms.v2",
 ]  # the first belongs to any optimizer
-multiprocessing.set_forkserver_preload(
-    [*SLOW, "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "train_ddp"]
-)
+multiprocessing.set_forkserver_preload([*SLOW, "train_ddp"])
 
 
 @dataclass
@@ -126,8 +123,8 @@ def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115 (a fork has those of pytest)
     torch.set_num_threads(1)
-    machinery.processes.at_end.pop_all()  # a fork has what tests did in pytest's process
-    machinery.processes._is_program = False
+    machinery.process.at_end.pop_all()  # a fork has what tests did in pytest's process
+    machinery.process._is_program = False
     ctypes.CDLL(None).prctl(
         1, signal.SIGKILL
     )  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
@@ -222,10 +219,10 @@ def rank_of_run(
     main = functools.partial(script.main, argv)
     if mode == "spawn":
         ranks = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
-        args = machinery.options.parse_args("spawn", ["--nproc", str(world_size), *argv])
+        args = machinery.cli.parse_args("spawn", ["--nproc", str(world_size), *argv])
         os.environ.update(ranks)  # as run_worker does
         main = functools.partial(script.worker, rank, args, f"file://{meeting_point}")
-    return machinery.processes.run_main(main)
+    return machinery.process.run_main(main)
 
 
 def train(
@@ -263,11 +260,7 @@ def train(
         gradients = [torch.load(path) for path in records if path.exists()]
     codes = [code for code, _, _ in results]
     failed = [code for code in codes if code]
-    told = [
-        code
-        for code in failed
-        if code not in (machinery.processes.FAILED, machinery.processes.LOST)
-    ]
+    told = [code for code in failed if code != machinery.process.FAILED]
     code = told[0] if told else int(bool(failed))  # as machinery/launch.py
     return Result(
         code,
@@ -392,17 +385,17 @@ def loader_of(args: Namespace, dataset: Any, sampler: Any, device: torch.device)
 
 
 def optimizer_of(args: Namespace, net: torch.nn.Module, world_size: int = 1):
-    optimizer = machinery.tasks.default_optimizer(args, net)
+    optimizer = machinery.usertask.default_optimizer(args, net)
     common.scale_lr(optimizer, args.scale_lr, world_size)
     return optimizer
 
 
 def factor_of(args: Namespace, step: int, steps_per_epoch: int) -> float:
-    return common.lr_factor(step, steps_per_epoch, **machinery.options.schedule_of(args))
+    return common.lr_factor(step, steps_per_epoch, **machinery.cli.schedule_of(args))
 
 
 def scheduler_of(args: Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int):
-    return common.build_scheduler(optimizer, steps_per_epoch, **machinery.options.schedule_of(args))
+    return common.build_scheduler(optimizer, steps_per_epoch, **machinery.cli.schedule_of(args))
 
 
 def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
@@ -410,9 +403,7 @@ def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
 
 
 def average_of(args: Namespace, net: torch.nn.Module):
-    return common.build_average(
-        args.average, net, args.swa_start, **machinery.options.schedule_of(args)
-    )
+    return common.build_average(args.average, net)
 
 
 def check(mode: str, n: int, *argv: str) -> None:
@@ -427,7 +418,7 @@ def check(mode: str, n: int, *argv: str) -> None:
 def build_and_check(mode: str, n: int, argv: tuple[str, ...]) -> None:
     """Do what `main` does before a run, in a process of its own."""
     option = {"dp": ["--replicas", str(n)], "spawn": ["--nproc", str(n)]}.get(mode, [])
-    args = machinery.options.parse_args(mode, [*option, *argv], n)
+    args = machinery.cli.parse_args(mode, [*option, *argv], n)
     if mode == "spawn":
         with machinery.launch.workers_meet_at(args):
             pass
@@ -437,14 +428,14 @@ def build_and_check(mode: str, n: int, argv: tuple[str, ...]) -> None:
 
 
 def check_built(args: Namespace) -> None:
-    task = machinery.tasks.load_task(args)
+    task = machinery.usertask.load_task(args)
     train_set, val_set = task.build_datasets(args)
-    net = machinery.tasks.build_net(args, task)
-    machinery.check.check_run(args, task, train_set, val_set, net)
+    net = machinery.usertask.build_net(args, task)
+    machinery.usertask.check_run(args, task, train_set, val_set, net)
 
 
 def make_args(mode: str = "single", *argv: str) -> Namespace:
-    return machinery.options.parse_args(mode, list(argv))
+    return machinery.cli.parse_args(mode, list(argv))
 
 
 def walk(value):

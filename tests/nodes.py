@@ -71,10 +71,7 @@ class Host:
             "netns",
             "exec",
             self.name,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
+            *"unshare --uts sh -c".split(),
             ENTER,
             self.name,
             *command,
@@ -270,15 +267,6 @@ def job(
         ]
 
 
-def spawn(address: str, rank: int) -> list[str]:
-    command = [
-        "bash",
-        str(ROOT / "run.sh"),
-        "spawn",
-        "1",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        str(rank),
-    ]
-    return [*command, "--dist-url", f"tcp://{address}:{PORT}"]
+def spawn(address: str, rank: int, port: int = PORT) -> list[str]:
+    options = f"spawn 1 --nnodes 2 --node-rank {rank} --dist-url tcp://{address}:{port}"
+    return ["bash", str(ROOT / "run.sh"), *options.split()]

@@ -23,22 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
-import machinery.processes
-import machinery.tasks
+import machinery.process
+import machinery.usertask
 import sampling
 
 # 203 training samples in batches of 30: 6 steps an epoch, 18 in all; neither 4 ranks nor 4 micro-batches divide a batch
 BASE = (
     "--task",
     str(TASKS / "pit_models.py"),
-    "--dtype",
-    "float64",
-    "--device",
-    "cpu",
-    "--epochs",
-    "3",
-    "--batch-size",
-    "30",
+    *"--dtype float64 --device cpu --epochs 3 --batch-size 30".split(),
 )
 BASE += ("--log-every", "1", "--warmup-epochs", "1", "--timeout", "30")
 
@@ -98,14 +91,14 @@ def stop_after(step, rank):
 
 def wrap_in_task(name, wrapped):
     """Let `wrapped(original, *arguments)` stand for a function of the task in this process."""
-    load_task = machinery.tasks.load_task
+    load_task = machinery.usertask.load_task
 
     def load_wrapped_task(args):
         task = load_task(args)
         return task._replace(**{name: functools.partial(wrapped, getattr(task, name))})
 
     for module in list(sys.modules.values()):  # the scripts have a name of their own for it
-        if vars(module).get("load_task") is load_task and module.__name__ != "machinery.check":
+        if vars(module).get("load_task") is load_task and module.__name__ != "machinery.usertask":
             module.load_task = load_wrapped_task
 
 
@@ -114,7 +107,7 @@ def on_rank_1(change, call, rank=None):
 
     `rank=None`, to be used before ranks are forked, asks at the time.
     """
-    calls = itertools.count(-1)  # the first call is that of settle_buckets
+    calls = itertools.count()
 
     def per_sample_loss(original, outputs, targets):
         losses = original(outputs, targets)
@@ -167,7 +160,7 @@ def spawn_launcher(argv, change=None, call=2):
     mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     if change:
         on_rank_1(change, call)
-    return machinery.processes.run_main(functools.partial(train_spawn.main, argv))
+    return machinery.process.run_main(functools.partial(train_spawn.main, argv))
 
 
 def scale_by_1024(rank):
@@ -203,8 +196,7 @@ def change_training_loss(change, rank):
         losses = original(outputs, targets)
         if not losses.requires_grad:
             return losses
-        k = next(calls) - dist.is_initialized()  # the first one there is that of settle_buckets
-        return change(losses, k) if k >= 0 else losses
+        return change(losses, next(calls))
 
     wrap_in_task("per_sample_loss", per_sample_loss)
 

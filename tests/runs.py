@@ -7,14 +7,12 @@ from harness import average_of, guard_of, make_args, make_sampler, optimizer_of,
 from torch import nn
 
 import machinery.run
-import machinery.state
-from machinery.processes import wait_for_writer
 
 CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands where machinery/log.py has the module `time`."""
+    """Stands where machinery/run.py has the module `time`."""
 
     def __init__(self):
         self.seconds = 1000.0
@@ -37,10 +35,7 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     options = [
         "--batch-size",
         str(batch_size),
-        "--warmup-epochs",
-        "0",
-        "--device",
-        "cpu",
+        *"--warmup-epochs 0 --device cpu".split(),
         *map(str, argv),
     ]
     args = make_args("single", "--output-dir", str(folder / "run"), *options)
@@ -48,7 +43,7 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     optimizer = optimizer_of(args, net)
     scheduler = scheduler_of(args, optimizer, sampler.steps_per_epoch)
     parts = optimizer, scheduler, guard_of(args, CPU, net), average_of(args, net)
-    run = machinery.run.Run(args, machinery.state.State(net, *parts), sampler, range(57), CPU)
+    run = machinery.run.Run(args, common.State(net, *parts), sampler, range(57), CPU)
     run.resume()
     return run
 
@@ -69,12 +64,10 @@ def make_step(run, losses, norm=1.0):
 
 
 def end(run):
-    """Leave a run as a process that ends: its last save is on the disk, and its lock is free."""
-    run.files.wait()
+    """Leave a run as a process that ends: its lock is free."""
     run.files.log.close()
 
 
 def load(path):
-    """Return what is in a file of a run in this process, when it is written."""
-    wait_for_writer()
+    """Return what is in a checkpoint."""
     return torch.load(path, weights_only=True)

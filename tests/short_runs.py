@@ -1,34 +1,15 @@
 """Command lines of short runs that several test files start, and the modes that they start them in."""
 
 from harness import TASKS
-from patches import BASE
 
-SMALL = (
-    "--task",
-    str(TASKS / "small.py"),
-    "--epochs",
-    "4",
-    "--batch-size",
-    "30",
-    "--log-every",
-    "4",
-)
+SMALL = ("--task", str(TASKS / "small.py"), *"--epochs 4 --batch-size 30 --log-every 4".split())
 EVERYTHING = [
     "--task",
     str(TASKS / "everything.py"),
-    "--dtype",
-    "float64",
-    "--epochs",
-    "3",
-    "--batch-size",
-    "30",
-    "--log-every",
-    "4",
+    *"--dtype float64 --epochs 3 --batch-size 30 --log-every 4".split(),
 ]
 MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
-SWA = (*BASE, "--model", "batchnorm", "--average", "swa", "--epochs", "4")
 ODD = ("--task", str(TASKS / "odd.py"), "--dtype", "float64", "--batch-size", "30", "--epochs", "3")
 ODD += ("--lr", "0.05", "--log-every", "1", "--warmup-epochs", "0.5")
 ODD_MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 3)]
 NOISE = (*ODD, "--model", "conv+noise")
-SEVERAL = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "7"]

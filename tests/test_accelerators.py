@@ -2,7 +2,6 @@
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import warnings
@@ -12,24 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import ROOT, average_of, check_built, in_group, make_args, run_processes
-from patches import Operations
+from harness import ROOT, average_of, in_group, make_args, run_processes
+from patches import Operations, in_process
 from runs import make_run, make_step, start_epoch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import common
 import machinery.launch
-import machinery.processes
+import machinery.process
 import machinery.run
 import sampling
 import task
-from machinery.processes import FAILED, LOST
 
 CPU = torch.device("cpu")
-ABORTED, KILLED = -signal.SIGABRT, -signal.SIGKILL
-
-
 # ----------------------------------------------------------------------------------------- run.sh
 
 
@@ -143,56 +138,44 @@ def network():
     net.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
     net.register_buffer("large", torch.tensor([2**53 + 1]))
     net.register_parameter("whole", nn.Parameter(torch.tensor([7]), requires_grad=False))
-    net.register_parameter("wave", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
     return net
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_average_is_torchs_own(kind):
-    """EMA in every bit; of a mean torch rounds each term in another way."""
+def test_average_is_torchs_own():
+    """In every bit."""
     net = network()
-    average = average_of(make_args("single", "--average", kind), net)
-    multi = get_ema_multi_avg_fn(0.99) if kind == "ema" else None
-    theirs = AveragedModel(net, multi_avg_fn=multi)
+    average = average_of(make_args("single", "--average", "ema"), net)
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     statistics = [0.0, 0.0]
     for step in range(6):
         torch.manual_seed(step)
         with torch.no_grad():
-            for value in (net[0].weight, net[0].bias, net[1].weight, net.wave):
+            for value in (net[0].weight, net[0].bias, net[1].weight):
                 value.copy_(torch.randn_like(value))
             for value in (net[1].running_mean, net[2].running_var):
                 value.copy_(torch.rand_like(value))
             net.whole += 5
             net.large += 1
-        average.update_parameters(net)
+        average.after_step(net)
         theirs.update_parameters(net)
         now = [net[1].running_mean.clone(), net[2].running_var.clone()]
-        keep = step and kind == "ema"
-        statistics = [torch.lerp(a, b, 1 - 0.99) if keep else b for a, b in zip(statistics, now)]
+        statistics = [torch.lerp(a, b, 1 - 0.99) if step else b for a, b in zip(statistics, now)]
     for (name, value), wanted in zip(average.module.named_parameters(), theirs.module.parameters()):
-        near = {"rtol": 0, "atol": 0} if kind == "ema" else {"rtol": 1e-6, "atol": 1e-7}
-        assert name == "whole" or torch.allclose(value, wanted, **near), name
+        assert name == "whole" or value.equal(wanted), name
     assert average.module.whole.equal(net.whole), "is a copy"
     assert average.module.mask.equal(net.mask) and average.module.large.equal(net.large)
-    for value, wanted in zip(
-        (average.module[1].running_mean, average.module[2].running_var), statistics
-    ):
-        assert value.equal(wanted)
+    found = average.module[1].running_mean, average.module[2].running_var
+    assert all(value.equal(wanted) for value, wanted in zip(found, statistics))
     assert average.n_averaged == 6 == theirs.n_averaged
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
-def test_average_copies_nothing_from_the_host(kind, monkeypatch):
-    """torch's class copies `n_averaged` to the device for each dtype, and the host waits for it.
-
-    The mean of SWA is then divided by it in float32, on a GPU alone.
-    """
-    monkeypatch.setattr(common, "became_non_finite", lambda *_: False)  # it needs numbers
+def test_average_copies_nothing_from_the_host():
+    """torch's class copies `n_averaged` to the device for each dtype, and the host waits for it."""
     net = network().to("meta")  # a device that is not the CPU
-    average = average_of(make_args("single", "--average", kind), net)
-    average.update_parameters(net)
+    average = average_of(make_args("single", "--average", "ema"), net)
+    average.after_step(net)
     with Operations() as operations:
-        average.update_parameters(net)
+        average.after_step(net)
     assert "_foreach_lerp_" in operations.names and "_foreach_copy_" in operations.names
     assert "_to_copy" not in operations.names and "copy_" not in operations.names
     theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.99))
@@ -200,27 +183,6 @@ def test_average_copies_nothing_from_the_host(kind, monkeypatch):
     with Operations() as operations:
         theirs.update_parameters(net)
     assert "_to_copy" in operations.names, "or the test would see nothing"
-
-
-# ------------------------------------------------------------------------------------- the check
-
-
-def test_check_of_adam_does_not_look_for_the_accelerator(monkeypatch):
-    """Before its step Adam asks what the accelerator does. A fork cannot ask, and the check would end there."""
-
-    def refuse(*_):
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_stream", refuse)
-    for name in ("_accelerator_getAccelerator", "_get_accelerator"):  # of torch 2.14 and of 2.8
-        monkeypatch.setattr(torch._C, name, lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", refuse)
-    argv = ("--device", "cpu", "--optimizer", "adamw", "--lr", "0.001")
-    with pytest.raises(RuntimeError, match="forked subprocess"):
-        torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).step()
-    with pytest.raises(common.UsageError, match="--best nothing: no such metric"):
-        check_built(make_args("single", *argv, "--best", "nothing"))
 
 
 # ------------------------------------------------------------------------------- steps and signals
@@ -280,30 +242,11 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, handlers):
     count.value, run.state.step = 10, 0
     agreed = run.stop.agreed
     run.stop.agreed = lambda: count.read.append("agreed") or agreed()
-    with pytest.raises(machinery.processes.Stopped) as stopped:
+    with pytest.raises(machinery.process.Stopped) as stopped:
         make_step(run, [1.0])  # a save is due
     assert stopped.value.code == 3 and "seen at step 14" in stopped.value.reason
     assert count.read[5:] == ["agreed", 14], "a lost rank is found before the host waits"
     assert saves == [7], "the state of a run that diverged is not saved"
-
-
-@pytest.mark.parametrize(
-    ("ended", "nnodes", "told"),
-    [
-        ([ABORTED, FAILED], 1, (1, "")),  # the second one has said why
-        ([FAILED, ABORTED, LOST], 1, (1, "")),
-        ([ABORTED, KILLED], 1, (1, "process 1 was killed by SIGKILL")),
-        ([ABORTED, 7], 1, (1, "process 1 left with exit code 7")),
-        ([ABORTED, 143], 1, (143, "")),
-        ([ABORTED, LOST], 1, (1, "process 0 was killed by SIGABRT")),  # no other reason
-        ([0, ABORTED], 1, (1, "process 1 was killed by SIGABRT")),
-        ([None, ABORTED], 1, (1, "process 1 was killed by SIGABRT")),
-        ([ABORTED, ABORTED], 2, (1, "a rank failed here, or a rank on another node was lost")),
-    ],
-)
-def test_rank_that_nccl_aborts_is_not_the_cause(ended, nnodes, told):
-    code, cause = machinery.launch.diagnose(ended, nnodes, [])
-    assert (code, cause.partition(";")[0]) == told
 
 
 LAST_CLEAN_UP = """
@@ -312,8 +255,8 @@ kept_lines = logging.handlers.MemoryHandler(9, target=logging.StreamHandler(sys.
 logging.getLogger().addHandler(kept_lines)
 logging.warning("kept to the end")
 if "fsdp" in sys.argv:
-    import machinery.sharding
-from machinery.processes import Stopped, run_main
+    import machinery.modes
+from machinery.process import Stopped, run_main
 class Mesh:  # stands for one whose threads abort a process that is about to end
     def __del__(self):
         print("cleaned up", flush=True)
@@ -347,42 +290,15 @@ def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
 # ----------------------------------------------------------------------------------------- device
 
 
-def test_deterministic_convolutions_do_not_use_tf32(monkeypatch):
-    monkeypatch.setattr(machinery.processes, "_is_program", False)
-    seen = []
-
-    @machinery.processes.leaves_no_trace
-    def main(deterministic):
-        machinery.processes.set_up_device("cpu", deterministic)
-        seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark))
-
-    for benchmark in (False, True):
-        monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
-        for deterministic in (True, False):
-            main(deterministic)
-            assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark == benchmark
-    assert seen == [(False, False), (True, True)] * 2
+def print_convolutions():
+    for deterministic in (True, False):
+        common.set_up_device("cpu", deterministic)
+        print(torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
 
 
-NEWER_NAMES = """
-import torch
-import machinery.processes
-@machinery.processes.leaves_no_trace
-def main(deterministic):
-    machinery.processes.set_up_device("cpu", deterministic)
-torch.backends.cudnn.conv.fp32_precision = "ieee"
-main(False), main(True)
-print(torch.backends.cudnn.conv.fp32_precision)
-"""
-
-
-@pytest.mark.release
-@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="names of torch 2.9")
-def test_caller_may_have_chosen_the_precision_by_newer_names():
-    finished = subprocess.run(
-        [sys.executable, "-c", NEWER_NAMES], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert finished.returncode == 0 and finished.stdout == "ieee\n", finished.stderr
+def test_deterministic_convolutions_do_not_use_tf32():
+    seen = in_process(print_convolutions).splitlines()
+    assert seen[0] == "False False" and seen[1].endswith(" True")
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -405,7 +321,7 @@ def compressed():
     torch.manual_seed(0)
     net = nn.Linear(64, 1, bias=False)
     model = nn.parallel.DistributedDataParallel(net)
-    common.compress_gradients(model, "bf16", None)
+    common.compress_gradients(model, "bf16")
     torch.manual_seed(dist.get_rank())
     inputs = torch.rand(5, 64)
     model(inputs).sum().backward()
@@ -446,17 +362,3 @@ def test_compiled_model_makes_its_constants_once(tmp_path):
 @pytest.mark.long
 def test_bf16_gradients_need_no_cuda():
     in_group(2, compressed)
-
-
-@pytest.mark.parametrize(("device", "waits"), [("cpu", 1), ("meta", 0)])
-def test_power_sgd_waits_for_gloo_alone(device, waits, monkeypatch):
-    """NCCL's collectives keep their order; to wait for them would stop the backward."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    hooks, waited = [], []
-    future = SimpleNamespace(wait=lambda: waited.append(1))
-    monkeypatch.setattr(powerSGD_hook, "powerSGD_hook", lambda state, bucket: future)
-    model = SimpleNamespace(register_comm_hook=lambda state, hook: hooks.append(hook))
-    common.compress_gradients(model, "powersgd", SimpleNamespace(in_a_row=0))
-    bucket = SimpleNamespace(index=lambda: 0, buffer=lambda: torch.zeros(3, device=device))
-    assert hooks[0](None, bucket) is future and len(waited) == waits

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import common
-import machinery.rendezvous
+import machinery.process
 import sampling
 
 
@@ -137,9 +137,9 @@ def test_advice_slurm_procid_is_the_rank(monkeypatch):
         monkeypatch.setenv(name, value)
     old_script = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     assert old_script == (0, 8), "one process, which would wait for seven others"
-    assert not machinery.rendezvous.take_ranks_of_slurm()
+    assert not machinery.process.take_ranks_of_slurm()
     with pytest.raises(common.UsageError, match="torchrun"):
-        machinery.rendezvous.ranks_from_env()
+        common.ranks_from_env()
 
 
 def test_page_names_these_tests():

@@ -11,8 +11,8 @@ import torch
 from harness import ROOT, check, check_built
 
 import common
-import machinery.check
-import machinery.options
+import machinery.cli
+import machinery.usertask
 
 FILES = {
     "three.py": "def build_datasets(args): ...\ndef build_model(args): ...\ndef per_sample_loss(outputs, targets): ...\n",
@@ -21,11 +21,9 @@ FILES = {
     "leaves.py": "import sys\n\nsys.exit('usage: leaves.py FILE')\n",
     "friend.py": "colour = 'red'\n",
     "neighbour.py": "import syntax\n",
-    "null.py": "\0\0",
     "task.txt": "",
     "asks.py": "build_datasets = build_model = per_sample_metrics = print\ndef per_sample_loss(outputs, targets, *, colour): ...\n",
     "junk.pt": "this is no checkpoint",
-    "empty.pt": "",
 }
 # A task that is the default one but for one function: what is wrong must be found before a process is started, and named
 HEAD = "import torch\nfrom torch import nn\nfrom task import build_datasets, build_model, per_sample_loss, per_sample_metrics\n"
@@ -39,29 +37,17 @@ TASKS = {
     + DATA
     + "[torch.utils.data.Subset(part, [0]) for part in both(args)]\n",
     "loss-mean": LOSS + "nn.functional.cross_entropy(outputs, targets)\n",
-    "loss-number": LOSS + "1.0\n",
-    "loss-of-pairs": LOSS + "nn.functional.cross_entropy(outputs, targets).view(1)\n",
-    "loss-column": LOSS + "outputs[:, :1]\n",
     "loss-none": LOSS.replace("return", "outputs.sum()") + "\n",
     "loss-target": LOSS + "nn.functional.cross_entropy(outputs, targets.double() / 3)\n",
     "metrics-empty": METRICS + "{}\n",
-    "metrics-none": METRICS + "None\n",
-    "metrics-mean": METRICS + "{'accuracy': (outputs.argmax(1) == targets).double().mean()}\n",
-    "metrics-number": METRICS + "{'accuracy': 0.5}\n",
     "metrics-unnamed": METRICS + "{1: targets}\n",
-    **{
-        f"metrics-{name}": METRICS + f"{{'top1': targets, '{name}': targets}}\n"
-        for name in sorted(machinery.check.RESERVED)
-    },
-    "model-none": "def build_model(args): ...\n",
+    "metrics-loss": METRICS + "{'top1': targets, 'loss': targets}\n",
     "model-empty": "build_model = lambda args: nn.Flatten()\n",
     "model-raises": "def build_model(args):\n    return nn.Linear(-1, 10, colour='red')\n",
     "model-shape": MODEL + "super().forward(images.float())\nbuild_model = Net\n",
     "model-training": MODEL + "images.nonsense if self.training else images\nbuild_model = Net\n",
     "outputs-shape": MODEL
     + "super().forward(images.flatten(1).float()).unsqueeze(1)\nbuild_model = Net\n",
-    "outputs-tuple": MODEL + "(images, images)\nbuild_model = Net\n",
-    "data-none": "def build_datasets(args): ...\n",
     "data-one": DATA + "[1, 2, 3]\n",
     "data-endless": DATA + "iter(()), iter(())\n",
     "data-empty": DATA + "[1] * 99, []\n",
@@ -70,9 +56,7 @@ TASKS = {
     "data-told": "class Told(list):\n    def set_epoch(self, epoch): pass\n"
     + DATA
     + "Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
-    "data-alone": DATA + "[torch.zeros(1)] * 99, [torch.zeros(1)]\n",
     "data-text": DATA + "[(torch.zeros(1), 'seven')] * 99, [(torch.zeros(1), 'seven')]\n",
-    "data-ragged": DATA + "[(torch.zeros(n), n) for n in range(99)], [(torch.zeros(1), 0)]\n",
     "data-unreadable": "class Torn(list):\n    def __getitem__(self, index):\n        raise OSError('image file is truncated')\n"
     + DATA
     + "Torn([0] * 99), Torn([0])\n",
@@ -98,506 +82,109 @@ CHECKPOINTS = {
     "format.pt": {"format": common.FORMAT},
     "other.pt": {"format": 0, "config": {}},
     "listed.pt": WHOLE | {"config": [1, 2]},
-    "beyond.pt": WHOLE | {"best": "high", "epoch": "x"},
     "samples.pt": WHOLE | {"samples": 1436},
     "weights.pt": WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
     "tensor.pt": torch.zeros(3),
 }
-# (mode, N, options, what the one line must say); TMP stands for a folder with FILES in it and a finished run in TMP/run
-CASES = [
-    ("single", 1, "--batch-size 0", "--batch-size: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--batch-size -8", "--batch-size: must be a whole number, at least 1, got -8"),
-    (
-        "single",
-        1,
-        "--batch-size many",
-        "--batch-size: must be a whole number, at least 1, got many",
-    ),
-    ("single", 1, "--batch-size 3.5", "--batch-size: must be a whole number, at least 1, got 3.5"),
-    (
-        "single",
-        1,
-        "--batch-size 1438",
-        "--batch-size 1438 is larger than the training set (1437 samples)",
-    ),
-    ("single", 1, "--batch-size", "--batch-size: expected one argument"),
-    ("single", 1, "--epochs -1", "--epochs: must be a whole number, at least 1, got -1"),
-    ("single", 1, "--epochs 0", "--epochs: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--accum-steps 0", "--accum-steps: must be a whole number, at least 1, got 0"),
-    (
-        "single",
-        1,
-        "--accum-steps 65",
-        "--batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65",
-    ),
-    (
-        "ddp",
-        65,
-        "",
-        "--batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65",
-    ),
-    ("spawn", 65, "", "--batch-size 64 cannot be cut into 65 devices"),
-    ("dp", 65, "", "--batch-size 64 cannot be cut into 65 devices"),
-    ("ddp", 4, "--accum-steps 20", "it must be at least 80"),
-    ("dp", 0, "", "--replicas: must be a whole number, at least 1, got 0"),
-    ("spawn", 0, "", "--nproc: must be a whole number, at least 1, got 0"),
-    (
-        "single",
-        1,
-        "--model resnet81",
-        "--model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision, "
-        "as resnet18 (did you mean resnet9?)",  # the digits are grey, resnet18 takes colours
-    ),
-    (
-        "single",
-        1,
-        "--dataset synthetic --model resnet81",
-        "as resnet18 (did you mean resnet18?)",
-    ),
-    (
-        "single",
-        1,
-        "--model DigitNet",
-        "--model DigitNet: unknown; use digitnet, resnet9 or a classification model of torchvision, "
-        "as resnet18 (did you mean digitnet?)",
-    ),
-    ("single", 1, "--dataset imagenet", "--dataset: invalid choice: 'imagenet'"),
-    ("single", 1, "--dataset cifar", "(did you mean cifar10?)"),
-    ("single", 1, "--dataset cifar10", "--dataset cifar10 needs --data-dir"),
-    ("single", 1, "--data-dir TMP", "--data-dir TMP has no effect on --dataset digits"),
-    (
-        "single",
-        1,
-        "--dataset cifar10 --data-dir TMP/nowhere",
-        "--data-dir TMP/nowhere: no such directory",
-    ),
-    (
-        "single",
-        1,
-        "--dataset cifar10 --data-dir TMP",
-        "--data-dir TMP: cifar10 is not here; --download fetches it",
-    ),
-    (
-        "single",
-        1,
-        "--dataset imagefolder --data-dir TMP",
-        "--data-dir TMP: needs train/ and val/ (or test/)",
-    ),
-    ("single", 1, "--resume TMP/missing.pt", "--resume TMP/missing.pt: no such file"),
-    ("single", 1, "--resume TMP", "--resume TMP: is a directory; name a file in it"),
-    ("single", 1, "--resume TMP/junk.pt", "--resume TMP/junk.pt: damaged, or no file of tensors"),
-    ("single", 1, "--resume TMP/empty.pt", "--resume TMP/empty.pt: damaged, or no file of tensors"),
-    ("single", 1, "--resume auto", "--resume auto needs --output-dir"),
-    ("single", 1, "--eval-only", "--eval-only needs --resume FILE"),
-    (
-        "single",
-        1,
-        "--amp fp16 --dtype float64",
-        "--amp fp16 is half precision and --dtype float64 double",
-    ),
-    (
-        "single",
-        1,
-        "--amp bf16 --dtype float64",
-        "--amp bf16 is half precision and --dtype float64 double",
-    ),
-    (
-        "spawn",
-        2,
-        "--nnodes 2 --node-rank 0 --dist-url tcp://no-such-host.invalid:29500",
-        "--dist-url tcp://no-such-host.invalid:29500: [Errno -2] Name or service not known; it must lead to the node",
-    ),
-    ("single", 1, "--amp fp8", "--amp: invalid choice: 'fp8'"),
-    ("single", 1, "--lr nan", "--lr: must be a number, at least 0, got nan"),
-    ("single", 1, "--lr inf", "--lr: must be a number, at least 0, got inf"),
-    ("single", 1, "--lr -0.1", "--lr: must be a number, at least 0, got -0.1"),
-    ("single", 1, "--lr 0,1", "--lr: must be a number, at least 0, got 0,1"),
-    ("single", 1, "--momentum 1.5", "--momentum: must be a number, 0 to 1, got 1.5"),
-    ("single", 1, "--label-smoothing 2", "--label-smoothing: must be a number, 0 to 1, got 2"),
-    (
-        "single",
-        1,
-        "--clip-grad-norm 0",
-        "--clip-grad-norm: must be a number, at least 1e-12, got 0",
-    ),
-    ("single", 1, "--warmup-epochs -1", "--warmup-epochs: must be a number, at least 0, got -1"),
-    ("single", 1, "--schedule step", "--schedule step needs --step-epochs"),
-    ("single", 1, "--schedule linear", "--schedule: invalid choice: 'linear'"),
-    (
-        "single",
-        1,
-        "--nesterov --momentum 0",
-        "--optimizer sgd: ValueError: Nesterov momentum requires a momentum",
-    ),
-    (
-        "single",
-        1,
-        "--nesterov --optimizer adamw",
-        "--nesterov has no effect on --optimizer adamw; use sgd",
-    ),
-    (
-        "single",
-        1,
-        "--freeze conv9.*",
-        "--freeze conv9.*: no parameter has such a name; there are conv1.weight",
-    ),
-    ("single", 1, "--freeze *", "--freeze *: every parameter is frozen, nothing is left to train"),
-    ("single", 1, "--seed -1", "--seed: must be a whole number, 0 to 9223372036854775807"),
-    (
-        "single",
-        1,
-        "--seed 9223372036854775808",
-        "--seed: must be a whole number, 0 to 9223372036854775807",
-    ),
-    ("single", 1, "--workers -2", "--workers: must be a whole number, at least 0, got -2"),
-    ("single", 1, "--device cuda:7", "--device cuda:7: not on this machine; available: auto, cpu"),
-    ("single", 1, "--device gpu", "--device gpu: not on this machine"),
-    ("single", 1, "--timeout 0", "--timeout: must be a number, 1 to 1000000000, got 0"),
-    ("single", 1, "--save-every 0", "--save-every: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--no-such-option", "unrecognized arguments: --no-such-option"),
-    ("single", 1, "--batch 32", "unrecognized arguments: --batch 32 (did you mean --batch-size?)"),
-    ("single", 1, "--zzz", "unrecognized arguments: --zzz (--help lists the options)"),
-    ("single", 1, "stray", "unrecognized arguments: stray (--help lists the options)"),
-    ("single", 1, "-- lr", "unrecognized arguments: -- lr (--help lists the options)"),
-    ("single", 1, "--dataset CIFAR10", "(did you mean cifar10?)"),
-    ("single", 1, "--optimizer ADAM", "(did you mean adamw?)"),
-    ("single", 1, "--replicas 2", "unrecognized arguments: --replicas 2"),
-    (
-        "single",
-        1,
-        "--grad-compress bf16",
-        "--grad-compress bf16 has no effect in one process",
-    ),
-    ("dp", 2, "--compile", "--compile cannot follow the copies of nn.DataParallel"),
-    ("dp", 2, "--sync-bn", "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"),
-    (
-        "spawn",
-        2,
-        "--nnodes 2 --node-rank 0",
-        "--nnodes 2 needs --node-rank, which counts machines from 0, and --dist-url tcp://HOST:PORT",
-    ),
-    ("spawn", 2, "--nnodes 2 --dist-url tcp://localhost:2000", "--nnodes 2 needs --node-rank"),
-    (
-        "spawn",
-        2,
-        "--nnodes 2 --dist-url tcp://localhost:2000 --node-rank 2",
-        "--node-rank 2 must be below --nnodes 2",
-    ),
-    ("spawn", 2, "--dist-url localhost", "--dist-url: must be tcp://HOST:PORT"),
-    ("single", 1, "--task TMP/none.py", "--task TMP/none.py: no such file"),
-    ("single", 1, "--task TMP/three.py", "missing: per_sample_metrics"),
-    ("single", 1, "--task TMP/syntax.py", "--task TMP/syntax.py, line 1: SyntaxError"),
-    (
-        "single",
-        1,
-        "--task TMP/raises.py",
-        "--task TMP/raises.py, line 1: ModuleNotFoundError: No module named 'no_such_module_at_all'",
-    ),
-    ("single", 1, "--task TMP/asks.py", "per_sample_loss asks for colour, which is no option"),
-    (
-        "single",
-        1,
-        "--output-dir TMP/junk.pt/run",
-        "--output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt",
-    ),
-    (
-        "single",
-        1,
-        "--output-dir TMP/run",
-        "--output-dir TMP/run already holds a run; continue it with --resume auto",
-    ),
-    ("single", 1, "--batch-size 1e3", "--batch-size: must be a whole number, at least 1, got 1e3"),
-    (
-        "single",
-        1,
-        f"--batch-size {10**400}",
-        "--batch-size: must be a whole number, at least 1, got 1000",
-    ),
-    ("single", 1, "--epochs inf", "--epochs: must be a whole number, at least 1, got inf"),
-    ("single", 1, "--timeout nan", "--timeout: must be a number, 1 to 1000000000, got nan"),
-    ("single", 1, "--timeout 1e20", "--timeout: must be a number, 1 to 1000000000, got 1e20"),
-    (
-        "single",
-        1,
-        "--seed 1.5",
-        "--seed: must be a whole number, 0 to 9223372036854775807, got 1.5",
-    ),
-    ("single", 1, "--weight-decay -1", "--weight-decay: must be a number, at least 0, got -1"),
-    ("single", 1, "--image-size 7", "--image-size: must be a whole number, at least 8, got 7"),
-    ("single", 1, "--keep-every 0", "--keep-every: must be a whole number, at least 1, got 0"),
-    ("single", 1, "--log-every 0", "--log-every: must be a whole number, at least 1, got 0"),
-    (
-        "single",
-        1,
-        "--optimizer adamw --momentum 1",
-        "--optimizer adamw: ValueError: Invalid beta parameter at index 0: 1.0",
-    ),
-    ("single", 1, "--optimizer adam", "--optimizer: invalid choice: 'adam'"),
-    (
-        "single",
-        1,
-        "--epochs 3 --warmup-epochs 4",
-        "--warmup-epochs 4 is longer than the run, --epochs 3",
-    ),
-    (
-        "single",
-        1,
-        "--step-epochs 15 25",
-        "--step-epochs 15 25 has no effect on --schedule cosine; use step or cyclic",
-    ),
-    (
-        "single",
-        1,
-        "--schedule cyclic --step-epochs 3 6",
-        "--step-epochs 3 6: --schedule cyclic takes one number",
-    ),
-    (
-        "single",
-        1,
-        "--schedule step --step-epochs 0",
-        "--step-epochs: must be a whole number, at least 1, got 0",
-    ),
-    ("single", 1, "--schedule step --step-epochs", "--step-epochs: expected at least one argument"),
-    ("single", 1, "--freeze", "--freeze: expected at least one argument"),
-    ("single", 1, "--freeze conv1.* conv2.* conv3.* head.*", "nothing is left to train"),
-    ("single", 1, "--output-dir", "--output-dir: expected one argument"),
-    ("single", 1, "--output-dir=", "--output-dir: must not be empty, got ''"),
-    ("single", 1, "--dataset imagefolder --data-dir=", "--data-dir: must not be empty, got ''"),
-    ("single", 1, "--task=", "--task: must not be empty, got ''"),
-    ("single", 1, "--resume=", "--resume: must not be empty, got ''"),
-    ("single", 1, f"--output-dir TMP/{'long' * 99}", ": File name too long"),
-    ("single", 1, f"--resume TMP/{'long' * 99}", ": File name too long"),
-    (
-        "single",
-        1,
-        "--output-dir TMP/junk.pt",
-        "--output-dir TMP/junk.pt: cannot write in TMP/junk.pt",
-    ),
-    (
-        "single",
-        1,
-        "--output-dir TMP/nowhere",
-        "--output-dir TMP/nowhere: cannot write in TMP/nowhere",
-    ),
-    (
-        "single",
-        1,
-        "--output-dir TMP/closed/run",
-        "--output-dir TMP/closed/run: cannot write in TMP/closed",
-    ),
-    ("single", 1, "--compile yes", "unrecognized arguments: yes"),
-    ("single", 1, "--compile=yes", "--compile/--no-compile: ignored explicit argument 'yes'"),
-    ("spawn", 2, "--replicas 2", "unrecognized arguments: --replicas 2"),
-    ("ddp", 2, "--nproc 2", "unrecognized arguments: --nproc 2"),
-    (
-        "spawn",
-        2,
-        "--dist-url tcp://localhost:99999",
-        "--dist-url tcp://localhost:99999: ValueError: Port out of range 0-65535",
-    ),
-    (
-        "spawn",
-        2,
-        "--dist-url tcp://localhost:0",
-        "--dist-url: must be tcp://HOST:PORT, as tcp://10.0.0.1:29500, got 'tcp://localhost:0'",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/format.pt",
-        "--resume TMP/format.pt: not a checkpoint of this program: average, best, classes, config",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/listed.pt",
-        "--resume TMP/listed.pt: not a checkpoint of this program: AttributeError: ",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/beyond.pt",
-        "--resume TMP/beyond.pt: its weights do not fit the model: RuntimeError: ",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/other.pt",
-        "--resume TMP/other.pt: not a checkpoint of this program (format 2)",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/tensor.pt",
-        "--resume TMP/tensor.pt: not a checkpoint of this program (format 2)",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/samples.pt",
-        "--resume TMP/samples.pt: the training set had 1436 samples, and has 1437 now;",
-    ),
-    (
-        "single",
-        1,
-        "--resume TMP/weights.pt",
-        "--resume TMP/weights.pt: its weights do not fit the model: RuntimeError: Error(s) in loading",
-    ),
-    (
-        "single",
-        1,
-        "--output-dir TMP/run --resume auto",
-        "--resume TMP/run/last.pt: damaged, or no file of tensors",
-    ),
-    (
-        "single",
-        1,
-        "--output-dir TMP/new --resume auto --eval-only",
-        "--resume auto: no checkpoint in TMP/new to evaluate",
-    ),
-    ("single", 1, "--task TMP", "--task TMP: is a directory; name a file in it"),
-    (
-        "single",
-        1,
-        "--task TMP/task.txt",
-        "--task TMP/task.txt: must be a Python file with a name that ends in .py",
-    ),
-    ("single", 1, "--task TMP/neighbour.py", "--task TMP/neighbour.py, line 1: SyntaxError"),
-    (
-        "single",
-        1,
-        "--task TMP/leaves.py",
-        "--task TMP/leaves.py, line 3: SystemExit: usage: leaves.py FILE",
-    ),
-    ("single", 1, "--task TMP/null.py", "--task TMP/null.py"),
-    ("single", 1, "--task TMP/bytes.py", "--task TMP/bytes.py, line 1: SyntaxError"),
-    *[
-        ("single", 1, f"{IMAGES}/{name}", message)
-        for name, message in [
-            ("no-val", "--data-dir TMP/no-val: needs train/ and val/"),
-            ("no-train", "--data-dir TMP/no-train: needs train/ and val/"),
-            (
-                "no-class",
-                "--data-dir TMP/no-class: Couldn't find any class folder in TMP/no-class/train",
-            ),
-            ("empty", "--data-dir TMP/empty: Found no valid file for the classes b."),
-            (
-                "more",
-                "--data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c",
-            ),
-            (
-                "fewer",
-                "--data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b",
-            ),
-            (
-                "torn",
-                "samples [0, 1] of the training set: RuntimeError: sample 0 cannot be read: ",
-            ),
-        ]
-    ],
-    (
-        "single",
-        1,
-        "--model resnet18",
-        "--model resnet18 takes 3 channels, --dataset digits has 1; use digitnet or resnet9",
-    ),
-    *[
-        ("single", 1, f"--task TMP/{name}.py", f"--task TMP/{name}.py: {message}")
-        for name, message in [
-            (
-                "loss-mean",
-                "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []",
-            ),
-            ("loss-of-pairs", "per_sample_loss: 1 numbers for 2 samples"),
-            (
-                "loss-number",
-                "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got float",
-            ),
-            (
-                "loss-column",
-                "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape [2, 1]",
-            ),
-            (
-                "loss-none",
-                "per_sample_loss: ValueError: loss must be one number per sample, shape [n], got NoneType",
-            ),
-            ("loss-target", "per_sample_loss, line 5: RuntimeError: "),
-            (
-                "metrics-empty",
-                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, eval_s, event, global_step, grad_norm, images_per_s, loss, lr, save_s, skipped, step, train_s; got {}",
-            ),
-            (
-                "metrics-none",
-                "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, eval_s, event, global_step, grad_norm, images_per_s, loss, lr, save_s, skipped, step, train_s; got None",
-            ),
-            (
-                "metrics-mean",
-                "per_sample_metrics: ValueError: accuracy must be one number per sample, shape [n], got shape []",
-            ),
-            (
-                "metrics-number",
-                "per_sample_metrics: ValueError: accuracy must be one number per sample, shape [n], got float",
-            ),
-            (
-                "metrics-unnamed",
-                "per_sample_metrics: TypeError: keywords must be strings",
-            ),
-            *(
-                (
-                    f"metrics-{name}",
-                    "per_sample_metrics must return at least one metric, and none named count, data_wait, epoch",
-                )
-                for name in sorted(machinery.check.RESERVED)
-            ),
-            ("model-none", "build_model must return an nn.Module with parameters, got NoneType"),
-            ("model-empty", "build_model must return an nn.Module with parameters, got Flatten"),
-            (
-                "model-raises",
-                "build_model, line 5: TypeError: Linear.__init__() got an unexpected keyword argument 'colour'",
-            ),
-            ("model-shape", "the model of build_model, line 8: RuntimeError: "),
-            (
-                "model-training",
-                "the model of build_model, line 8: AttributeError: 'Tensor' object has no attribute 'nonsense'",
-            ),
-            ("outputs-shape", "per_sample_loss: RuntimeError: "),
-            ("outputs-tuple", "per_sample_loss: TypeError: "),
-            ("data-none", "build_datasets: TypeError: cannot unpack non-iterable NoneType object"),
-            ("data-one", "build_datasets: ValueError: too many values to unpack (expected 2)"),
-            (
-                "data-endless",
-                "build_datasets: TypeError: object of type 'tuple_iterator' has no len()",
-            ),
-            (
-                "data-missing",
-                "build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'",
-            ),
-            (
-                "data-triple",
-                "samples [0, 1] of the training set: a sample must be (input, target), got a list of 3",
-            ),
-            ("data-told", "set_epoch of a data set is not called; draw in __getitem__"),
-            (
-                "data-alone",
-                "samples [0, 1] of the training set: a sample must be (input, target), got a Tensor of 2",
-            ),
-            (
-                "data-text",
-                "samples [0, 1] of the training set: TypeError: a sample holds tensors",
-            ),
-            ("data-ragged", "samples [0, 1] of the training set: RuntimeError: "),
-            (
-                "data-unreadable",
-                "samples [0, 1] of the training set: RuntimeError: sample 0 cannot be read: image file is truncated",
-            ),
-        ]
-    ],
-    ("single", 1, "--task TMP/data-empty.py", "the evaluation set is empty"),
-]
-CASES = [
-    (mode, n, arguments, message.replace("TASK", str(ROOT / "task.py")))
-    for mode, n, arguments, message in CASES
-]
+# mode and N, options, what the one line must say; TMP stands for a folder with FILES in it and a finished run in TMP/run
+CASES = r"""
+single 1 | --batch-size 0 | --batch-size: must be a whole number, at least 1, got 0
+single 1 | --batch-size 3.5 | --batch-size: must be a whole number, at least 1, got 3.5
+single 1 | --batch-size 1438 | --batch-size 1438 is larger than the training set (1437 samples)
+single 1 | --batch-size | --batch-size: expected one argument
+single 1 | --accum-steps 65 | --batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65
+ddp 65 |  | --batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65
+ddp 4 | --accum-steps 20 | it must be at least 80
+dp 0 |  | --replicas: must be a whole number, at least 1, got 0
+spawn 0 |  | --nproc: must be a whole number, at least 1, got 0
+single 1 | --model resnet81 | --model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision, as resnet18 (did you mean resnet9?)
+single 1 | --dataset cifar | (did you mean cifar10?)
+single 1 | --dataset cifar10 | --dataset cifar10 needs --data-dir
+single 1 | --data-dir TMP | --data-dir TMP has no effect on --dataset digits
+single 1 | --dataset cifar10 --data-dir TMP/nowhere | --data-dir TMP/nowhere: no such directory
+single 1 | --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
+single 1 | --dataset imagefolder --data-dir TMP | --data-dir TMP: needs train/ and val/ (or test/)
+single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such file
+single 1 | --resume TMP | --resume TMP: is a directory; name a file in it
+single 1 | --resume TMP/junk.pt | --resume TMP/junk.pt: damaged, or no file of tensors
+single 1 | --resume auto | --resume auto needs --output-dir
+single 1 | --eval-only | --eval-only needs --resume FILE
+single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision and --dtype float64 double
+single 1 | --lr nan | --lr: must be a number, at least 0, got nan
+single 1 | --schedule step | --schedule step needs --step-epochs
+single 1 | --nesterov --momentum 0 | --optimizer sgd: ValueError: Nesterov momentum requires a momentum
+single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; there are conv1.weight
+single 1 | --freeze * | --freeze *: every parameter is frozen, nothing is left to train
+single 1 | --seed -1 | --seed: must be a whole number, 0 to 9223372036854775807
+single 1 | --device cuda:7 | --device cuda:7: not on this machine; available: auto, cpu
+single 1 | --no-such-option | unrecognized arguments: --no-such-option
+single 1 | --batch 32 | unrecognized arguments: --batch 32 (did you mean --batch-size?)
+single 1 | stray | unrecognized arguments: stray (--help lists the options)
+single 1 | -- lr | unrecognized arguments: -- lr (--help lists the options)
+single 1 | --grad-compress bf16 | --grad-compress bf16 has no effect in one process
+dp 2 | --compile | --compile cannot follow the copies of nn.DataParallel
+dp 2 | --sync-bn | --sync-bn: nn.DataParallel cannot synchronise BatchNorm
+spawn 2 | --nnodes 2 --dist-url tcp://localhost:2000 | --nnodes 2 needs --node-rank
+spawn 2 | --dist-url localhost | --dist-url: must be tcp://HOST:PORT
+single 1 | --task TMP/none.py | --task TMP/none.py: no such file
+single 1 | --task TMP/three.py | missing: per_sample_metrics
+single 1 | --task TMP/syntax.py | --task TMP/syntax.py, line 1: SyntaxError
+single 1 | --task TMP/raises.py | --task TMP/raises.py, line 1: ModuleNotFoundError: No module named 'no_such_module_at_all'
+single 1 | --task TMP/asks.py | per_sample_loss asks for colour, which is no option
+single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt
+single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; continue it with --resume auto
+single 1 | --optimizer adamw --momentum 1 | --optimizer adamw: ValueError: Invalid beta parameter at index 0: 1.0
+single 1 | --epochs 3 --warmup-epochs 4 | --warmup-epochs 4 is longer than the run, --epochs 3
+single 1 | --schedule cyclic --step-epochs 3 6 | --step-epochs 3 6: --schedule cyclic takes one number
+single 1 | --output-dir= | --output-dir: must not be empty, got ''
+single 1 | --output-dir TMP/LONG | : File name too long
+single 1 | --output-dir TMP/nowhere | --output-dir TMP/nowhere: cannot write in TMP/nowhere
+single 1 | --output-dir TMP/closed/run | --output-dir TMP/closed/run: cannot write in TMP/closed
+single 1 | --compile=yes | --compile/--no-compile: ignored explicit argument 'yes'
+spawn 2 | --dist-url tcp://localhost:99999 | --dist-url tcp://localhost:99999: ValueError: Port out of range 0-65535
+spawn 2 | --dist-url tcp://localhost:0 | --dist-url: must be tcp://HOST:PORT, as tcp://10.0.0.1:29500, got 'tcp://localhost:0'
+single 1 | --resume TMP/format.pt | --resume TMP/format.pt: not a checkpoint of this program: average, best, classes, config
+single 1 | --resume TMP/listed.pt | --resume TMP/listed.pt: not a checkpoint of this program: AttributeError:
+single 1 | --resume TMP/other.pt | --resume TMP/other.pt: not a checkpoint of this program (format 3)
+single 1 | --resume TMP/tensor.pt | --resume TMP/tensor.pt: not a checkpoint of this program (format 3)
+single 1 | --resume TMP/samples.pt | --resume TMP/samples.pt: the training set had 1436 samples, and has 1437 now;
+single 1 | --resume TMP/weights.pt | --resume TMP/weights.pt: its weights do not fit the model: RuntimeError: Error(s) in loading
+single 1 | --output-dir TMP/run --resume auto | --resume TMP/run/last.pt: damaged, or no file of tensors
+single 1 | --output-dir TMP/new --resume auto --eval-only | --resume auto: no checkpoint in TMP/new to evaluate
+single 1 | --task TMP | --task TMP: is a directory; name a file in it
+single 1 | --task TMP/task.txt | --task TMP/task.txt: must be a Python file with a name that ends in .py
+single 1 | --task TMP/neighbour.py | --task TMP/neighbour.py, line 1: SyntaxError
+single 1 | --task TMP/leaves.py | --task TMP/leaves.py, line 3: SystemExit: usage: leaves.py FILE
+single 1 | --task TMP/bytes.py | --task TMP/bytes.py, line 1: SyntaxError
+single 1 | IMAGES/no-val | --data-dir TMP/no-val: needs train/ and val/
+single 1 | IMAGES/no-train | --data-dir TMP/no-train: needs train/ and val/
+single 1 | IMAGES/no-class | --data-dir TMP/no-class: Couldn't find any class folder in TMP/no-class/train
+single 1 | IMAGES/empty | --data-dir TMP/empty: Found no valid file for the classes b.
+single 1 | IMAGES/more | --data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c
+single 1 | IMAGES/fewer | --data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b
+single 1 | IMAGES/torn | samples [0, 1] of the training set: RuntimeError: sample 0 cannot be read:
+single 1 | --model resnet18 | --model resnet18 takes 3 channels, --dataset digits has 1; use digitnet or resnet9
+single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []
+single 1 | --task TMP/loss-none.py | --task TMP/loss-none.py: per_sample_loss: ValueError: loss must be one number per sample, shape [n], got NoneType
+single 1 | --task TMP/loss-target.py | --task TMP/loss-target.py: per_sample_loss, line 5: RuntimeError:
+single 1 | --task TMP/metrics-empty.py | --task TMP/metrics-empty.py: per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, eval_s, event, global_step, grad_norm, images_per_s, loss, lr, save_s, skipped, step, train_s; got {}
+single 1 | --task TMP/metrics-unnamed.py | --task TMP/metrics-unnamed.py: per_sample_metrics: TypeError: keywords must be strings
+single 1 | --task TMP/metrics-loss.py | --task TMP/metrics-loss.py: per_sample_metrics must return at least one metric, and none named count, data_wait, epoch
+single 1 | --task TMP/model-empty.py | --task TMP/model-empty.py: build_model must return an nn.Module with parameters, got Flatten
+single 1 | --task TMP/model-raises.py | --task TMP/model-raises.py: build_model, line 5: TypeError: Linear.__init__() got an unexpected keyword argument 'colour'
+single 1 | --task TMP/model-shape.py | --task TMP/model-shape.py: the model of build_model, line 8: RuntimeError:
+single 1 | --task TMP/model-training.py | --task TMP/model-training.py: the model of build_model, line 8: AttributeError: 'Tensor' object has no attribute 'nonsense'
+single 1 | --task TMP/outputs-shape.py | --task TMP/outputs-shape.py: per_sample_loss: RuntimeError:
+single 1 | --task TMP/data-one.py | --task TMP/data-one.py: build_datasets: ValueError: too many values to unpack (expected 2)
+single 1 | --task TMP/data-endless.py | --task TMP/data-endless.py: build_datasets: TypeError: object of type 'tuple_iterator' has no len()
+single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
+single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py: samples [0, 1] of the training set: a sample must be (input, target), got a list of 3
+single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
+single 1 | --task TMP/data-text.py | --task TMP/data-text.py: samples [0, 1] of the training set: TypeError: a sample holds tensors
+single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [0, 1] of the training set: RuntimeError: sample 0 cannot be read: image file is truncated
+single 1 | --task TMP/data-empty.py | the evaluation set is empty
+"""
+CASES = [line.split(" | ") for line in CASES.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -634,11 +221,11 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    ("mode", "n", "arguments", "message"),
-    CASES,
-    ids=[f"{mode}-{n} {text[:99]}" for mode, n, text, _ in CASES],
+    ("device", "arguments", "message"), CASES, ids=[f"{d} {text}" for d, text, _ in CASES]
 )
-def test_bad_input_is_refused_by_name(mode, n, arguments, message, folder, monkeypatch, capfd):
+def test_bad_input_is_refused_by_name(device, arguments, message, folder, monkeypatch, capfd):
+    mode, n = device.split()
+    arguments = arguments.replace("LONG", "long" * 99).replace("IMAGES", IMAGES)
     monkeypatch.setattr(
         "torch.accelerator.is_available", lambda: False
     )  # the same words on every machine
@@ -652,7 +239,7 @@ def test_bad_input_is_refused_by_name(mode, n, arguments, message, folder, monke
     before = contents(folder)
     argv = [part.replace("TMP", str(folder)) for part in arguments.split()]
     with pytest.raises(common.UsageError) as error:
-        check(mode, n, *argv)
+        check(mode, int(n), *argv)
     given = re.sub(
         r"line \d+(?=: FileNotFoundError: (?:Could|Found))", "line LINE", str(error.value)
     )  # a line of task.py
@@ -759,30 +346,30 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
             common.UsageError,
             match="3 processes or replicas, but only 2 accelerators; use 2, or --device cpu",
         ):
-            machinery.options.parse_args(mode, argv, world_size)
-        machinery.options.parse_args(mode, [*argv, "--device", "cpu"], world_size)
+            machinery.cli.parse_args(mode, argv, world_size)
+        machinery.cli.parse_args(mode, [*argv, "--device", "cpu"], world_size)
     monkeypatch.setenv(
         "LOCAL_WORLD_SIZE", "8"
     )  # of a launcher around run.sh, which says how many it is going to start
-    machinery.options.parse_args("ddp", [], 2)
+    machinery.cli.parse_args("ddp", [], 2)
     assert (
-        machinery.options.parse_args("dp", []).replicas
-        == machinery.options.parse_args("spawn", []).nproc
+        machinery.cli.parse_args("dp", []).replicas
+        == machinery.cli.parse_args("spawn", []).nproc
         == 2
     ), "by default all accelerators"
     monkeypatch.setattr(
-        "machinery.options.take_ranks_of_slurm", lambda: True
+        "machinery.cli.take_ranks_of_slurm", lambda: True
     )  # which may show each of 8 tasks two devices of its own
-    machinery.options.parse_args("ddp", [])
+    machinery.cli.parse_args("ddp", [])
 
 
 def test_model_that_only_the_accelerator_can_run_is_not_refused(folder, monkeypatch):
-    args = machinery.options.parse_args(
+    args = machinery.cli.parse_args(
         "single", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
     )
     with pytest.raises(common.UsageError, match="the model of build_model"):
         check_built(args)
-    monkeypatch.setattr(machinery.check, "resolve_device_type", lambda name: "cuda")
+    monkeypatch.setattr(machinery.usertask, "resolve_device_type", lambda name: "cuda")
     check_built(args)
 
 
@@ -836,7 +423,7 @@ def test_rank_of_an_outer_launcher_does_not_switch_the_check_off(mode, folder, m
 def test_every_task_of_srun_checks(folder, monkeypatch):
     """torchrun ends the other ranks if the first has found something wrong; srun would let them wait for it."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    args = machinery.options.parse_args(
+    args = machinery.cli.parse_args(
         "ddp", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
     )
     with pytest.raises(common.UsageError, match="the model of build_model"):

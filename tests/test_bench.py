@@ -18,8 +18,8 @@ from harness import ROOT, make_args, optimizer_of
 from launches import marked, read, wait_for_end
 
 import common
-import machinery.processes
-import machinery.tasks
+import machinery.process
+import machinery.usertask
 import task
 
 
@@ -110,7 +110,7 @@ def test_bad_options_are_named_before_anything_is_measured(argv, words):
 def made_run(*argv):
     """Return what the bench sees of a run, and the images and labels of a batch."""
     args = make_args("single", "--batch-size", "4", *argv)
-    net = machinery.tasks.build_net(args, machinery.tasks.load_task(args))
+    net = machinery.usertask.build_net(args, machinery.usertask.load_task(args))
     state = Namespace(net=net, optimizer=optimizer_of(args, net))
     run = Namespace(args=args, device=torch.device("cpu"), state=state)
     return run, task.build_datasets(args)[0].__getitems__(range(4))
@@ -126,7 +126,7 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
             yield batch
 
     settings = Namespace(steps=3, repeats=2)
-    with pytest.raises(machinery.processes.Stopped):
+    with pytest.raises(machinery.process.Stopped):
         for _ in bench.take_turns(settings, "single", run, batches(), tmp_path / "found"):
             time.sleep(0.03)
             steps += 1
@@ -193,7 +193,7 @@ def test_steps_of_any_program_are_timed_from_its_command_and_it_is_ended(tmp_pat
 
 def test_program_that_ends_too_soon_is_told_by_its_last_line(tmp_path):
     command = [sys.executable, "-c", "print('loading'); raise SystemExit('no data here')"]
-    with pytest.raises(machinery.processes.Stopped) as stopped:
+    with pytest.raises(machinery.process.Stopped) as stopped:
         peers.time_steps(command, "1", 4, tmp_path / "turn")
     assert stopped.value.code == 1
     assert stopped.value.reason.endswith(" ended before step 4: no data here")

@@ -1,7 +1,7 @@
 """The files of a checkpoint: what is in them, in which order they appear, and that writing one never loses one."""
 
 import functools
-import json
+import itertools
 import math
 import os
 import re
@@ -17,18 +17,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, deviation, make_args, run_processes, train, walk
-from patches import BASE, printed, without_speed
+from harness import ROOT, deviation, make_args, run_processes, train, undisturbed, walk
+from patches import BASE, without_speed
 from runs import load, make_run, make_step, start_epoch
-from short_runs import ODD, SMALL
+from short_runs import EVERYTHING, ODD, SMALL
 
 import common
-import machinery.files
-import machinery.options
-import machinery.processes
+import machinery.cli
+import machinery.modes
+import machinery.process
 import machinery.run
-import machinery.stand_ins
-import machinery.tasks
+import machinery.usertask
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -99,33 +98,13 @@ def test_averages_and_momentum_differ_from_the_weights(finished):
     )
 
 
-@pytest.mark.parametrize(
-    ("average", "averaged"), [("none", False), ("ema", True), ("swa", True), ("swa early", False)]
-)
+@pytest.mark.parametrize(("average", "averaged"), [("none", False), ("ema", True)])
 def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path, monkeypatch):
-    """With a stop before SWA begins its average holds what the run began with."""
-    from patches import stop_after
-
-    kind, _, early = average.partition(" ")
-    argv = (
-        *ODD,
-        "--model",
-        "conv+masks",
-        "--average",
-        kind,
-        "--epochs",
-        "2" if average == "swa" else "3",
-    )
-    result = train(
-        "single",
-        1,
-        *argv,
-        folder=tmp_path,
-        patch=functools.partial(stop_after, 8) if early else None,
-    )
+    argv = (*ODD, "--model", "conv+masks", "--average", average)
+    result = train("single", 1, *argv, folder=tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (code,) = [block for block in blocks if "torch.load" in block]
-    task_of_run = machinery.tasks.load_task(make_args("single", *argv))
+    task_of_run = machinery.usertask.load_task(make_args("single", *argv))
     model = task_of_run.build_model(make_args("single", *argv))  # in float32, the run in float64
     monkeypatch.setitem(sys.modules, "task", SimpleNamespace(build_model=lambda args: model))
     names = {}
@@ -198,23 +177,6 @@ def test_refused_write_is_not_explained_by_an_older_error(tmp_path, monkeypatch)
             common.save_checkpoint({}, tmp_path / "last.pt")
 
 
-def test_save_is_durable_before_it_is_visible(tmp_path, monkeypatch):
-    """The order of system calls that survives a power cut: write, fsync the file, rename, fsync the folder."""
-    calls = []
-    for name in ("fsync", "replace"):
-        original = getattr(os, name)
-        monkeypatch.setattr(
-            os,
-            name,
-            lambda *a, name=name, original=original: (calls.append((name, *a)), original(*a))[1],
-        )
-    save = torch.save
-    monkeypatch.setattr(torch, "save", lambda *a: (calls.append(("save",)), save(*a))[1])
-    common.save_checkpoint({"format": common.FORMAT}, tmp_path / "last.pt")
-    assert [call[0] for call in calls] == ["save", "fsync", "replace", "fsync"]
-    assert calls[2][1].parent == calls[2][2].parent, "renamed within one folder"
-
-
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text"])
 def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(damage, finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "run")
@@ -248,53 +210,7 @@ def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(damage, fini
     assert without_speed(resumed.lines) == without_speed(finished.lines)
 
 
-def print_saves(rank):
-    save = machinery.files.save_checkpoint
-
-    def print_saved(saved, *paths):
-        save(saved, *paths)
-        for path in paths:
-            print("saved", json.dumps([path.name, saved["global_step"]]))
-
-    machinery.files.save_checkpoint = print_saved
-
-
-def test_save_every_saves_within_the_epoch(tmp_path):
-    result = train(
-        "single", 1, *BASE, "--epochs", "1", "--save-every", "2", folder=tmp_path, patch=print_saves
-    )
-    assert printed(result.out, "saved") == [
-        ["last.pt", 2],
-        ["last.pt", 4],
-        ["last.pt", 6],
-        ["best.pt", 6],
-        ["last.pt", 6],
-    ]
-
-
 # --------------------------------------------------------------------- never a file of a ruined run
-
-
-def poison_weights_in_epoch_3(rank):
-    end_epoch = machinery.run.Run.end_epoch
-
-    def poison(run, metrics):
-        if run.state.epoch == 2:
-            run.state.net.conv1.weight.data[0] = float("nan")
-        end_epoch(run, metrics)
-
-    machinery.run.Run.end_epoch = poison
-
-
-def test_non_finite_parameters_never_reach_a_file(tmp_path):
-    result = train("single", 1, *SMALL, folder=tmp_path, patch=poison_weights_in_epoch_3)
-    assert (
-        "not saved, the last good checkpoint stays: non-finite values in conv1.weight" in result.err
-    )
-    saved = result.checkpoint()
-    assert saved["epoch"] == 2 and all(
-        tensor.isfinite().all() for tensor in saved["model"].values()
-    )
 
 
 def poison_in_epoch_2(part, rank):
@@ -325,7 +241,7 @@ def test_non_finite_average_never_reaches_a_file(part, tmp_path):
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
 def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mode, n, tmp_path):
-    """A buffer with an infinity by design, in which another value becomes NaN."""
+    """A parameter that nothing trains, and in which a value becomes NaN."""
     result = train(mode, n, *ODD, "--model", "ruined", folder=tmp_path)
     assert result.code == 3 and "non-finite values in ruined" in result.err
     assert "the run is done, but its last state was not saved" in result.err
@@ -343,60 +259,6 @@ def test_ranks_of_a_run_that_could_not_be_saved_end_alike(tmp_path):
     assert [code for code, _, _ in run_processes(targets, tmp_path)] == [3, 3]
 
 
-def stop_with_usr1(rank):
-    from patches import after_step
-
-    after_step(4, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-
-
-def test_warning_of_slurm_ends_with_3_if_the_run_could_not_be_saved(tmp_path):
-    result = train("single", 1, *ODD, "--model", "ruined", folder=tmp_path, patch=stop_with_usr1)
-    assert result.code == 3 and "stopped by SIGUSR1 at step 4, which was not saved" in result.err
-
-
-def test_became_non_finite_compares_place_by_place():
-    nan, inf = torch.nan, torch.inf
-    before = torch.tensor([nan, inf, -inf, 1.0])
-    for value, became in [
-        ([nan, inf, -inf, 1.0], False),
-        ([0.0, 0.0, 0.0, 0.0], False),
-        ([nan, inf, -inf, 2.0], False),
-        ([inf, inf, -inf, 1.0], True),
-        ([nan, -inf, -inf, 1.0], True),
-        ([nan, nan, -inf, 1.0], True),
-        ([nan, inf, -inf, inf], True),
-    ]:
-        assert common.became_non_finite(torch.tensor(value), before) == became, value
-        assert common.became_non_finite(torch.tensor(value), None) == (
-            not torch.tensor(value).isfinite().all()
-        )
-    assert not common.became_non_finite(torch.tensor([2**60, -1]), None)
-    assert not common.became_non_finite(torch.full((4,), 3e38), None), "only their sum overflows"
-
-
-def ruin_one_save(rank):
-    """Let the weights look ruined while the second evaluation is saved."""
-    end_epoch = machinery.run.Run.end_epoch
-
-    def ruined(run, metrics):
-        if run.state.epoch != 1:
-            return end_epoch(run, metrics)
-        original = machinery.files.became_non_finite
-        machinery.files.became_non_finite = lambda *_: True
-        end_epoch(run, {"loss": 0.0, "top1": 2.0, "count": 57})
-        machinery.files.became_non_finite = original
-
-    machinery.run.Run.end_epoch = ruined
-
-
-def test_refused_save_does_not_raise_the_best_score(tmp_path):
-    result = train("single", 1, *ODD, "--model", "conv", folder=tmp_path, patch=ruin_one_save)
-    assert result.code == 0, result.err
-    best = result.checkpoint("best.pt")
-    assert best["best"] == result.checkpoint()["best"] <= 1.0
-    assert best["epoch"] == 3, "and the next good one is the best"
-
-
 def step_in(path):
     """Return the global step in a checkpoint; None if it is not whole."""
     try:
@@ -412,7 +274,7 @@ def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
     run.save("last.pt")
     assert not (run.files.directory / "last.pt").exists()
     assert "non-finite values in bias" in capsys.readouterr().err
-    with pytest.raises(machinery.processes.Stopped) as stopped:
+    with pytest.raises(machinery.process.Stopped) as stopped:
         run.finish()
     assert stopped.value.code == 3 and stopped.value.reason.endswith("non-finite values in bias")
     run.state.net.bias.data[1] = 0
@@ -453,9 +315,7 @@ class Journal:
             monkeypatch.setattr(os, name, move(name))
         monkeypatch.setattr(torch, "save", saved)
         monkeypatch.setattr(
-            shutil,
-            "copyfile",
-            lambda a, b: (copyfile(a, b), self.note("copied", Path(b), Path(a))),
+            shutil, "copyfile", lambda a, b: (copyfile(a, b), self.note("copied", Path(b), Path(a)))
         )
 
     def note(self, what, path, source=None):
@@ -494,13 +354,10 @@ def check_files(journal, names, step):
 def test_files_of_an_epoch_appear_whole_durable_and_in_this_order(run, monkeypatch):
     journal = Journal(run.files.directory, monkeypatch)
     run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
-    run.files.wait()
     monkeypatch.undo()
-    assert journal.appearances() == [
-        "best.pt",
-        "epoch-0002.pt",
-        "last.pt",
-    ], "last.pt counts the epoch as done: after it nothing would make the others"
+    assert journal.appearances() == ["best.pt", "epoch-0002.pt", "last.pt"], (
+        "last.pt counts the epoch as done: after it nothing would make the others"
+    )
     check_files(journal, ["best.pt", "epoch-0002.pt", "last.pt"], 12)
     assert {
         step_in(run.files.directory / name) for name in ("best.pt", "epoch-0002.pt", "last.pt")
@@ -512,7 +369,6 @@ def test_log_is_on_the_disk_before_a_checkpoint_is_begun(run, monkeypatch):
     """A power cut must not leave a checkpoint ahead of the log: its lines would be lost."""
     journal = Journal(run.files.directory, monkeypatch)
     run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
-    run.files.wait()
     monkeypatch.undo()
     logged = journal.index("fsync", "metrics.jsonl")
     lines = (run.files.directory / "metrics.jsonl").read_text().count("\n")
@@ -520,25 +376,10 @@ def test_log_is_on_the_disk_before_a_checkpoint_is_begun(run, monkeypatch):
     assert logged < min(i for i, event in enumerate(journal.events) if event[0] == "written")
 
 
-def test_first_save_writes_last_alone(tmp_path, monkeypatch):
-    run = make_run(tmp_path)
-    journal = Journal(run.files.directory, monkeypatch)
-    run.save("last.pt")
-    run.files.wait()
-    monkeypatch.undo()
-    assert journal.appearances() == ["last.pt"]
-    check_files(journal, ["last.pt"], 0)
-    assert sorted(path.name for path in run.files.directory.iterdir()) == [
-        "last.pt",
-        "metrics.jsonl",
-    ]
-
-
 @pytest.mark.parametrize("failing", ["best.pt", "epoch-0002.pt", "last.pt"])
 def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
     run.state.global_step = 7
     run.save("last.pt")
-    run.files.wait()
     run.state.global_step = 12
     replace = os.replace
 
@@ -549,11 +390,9 @@ def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(
-        OSError,
-        match=f"{failing} could not be written .is the disk full.*No space left",
+        OSError, match=f"{failing} could not be written .is the disk full.*No space left"
     ):
         run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
-        run.files.wait()
     assert step_in(run.files.directory / "last.pt") == 7
     assert not list(run.files.directory.glob(".*")), "what was begun is gone"
 
@@ -563,7 +402,6 @@ def test_leftover_of_a_killed_save_does_no_harm(tmp_path):
     run = make_run(tmp_path)
     (run.files.directory / ".last.pt.tmp").write_bytes(b"half a file" * 100_000)
     run.save("last.pt")
-    run.files.wait()
     assert sorted(path.name for path in run.files.directory.iterdir()) == [
         "last.pt",
         "metrics.jsonl",
@@ -579,7 +417,6 @@ def test_step_that_ends_the_run_saves_last_alone(tmp_path):
     start_epoch(run)
     for step in range(4):
         make_step(run, [float(step), 1.0])
-        run.files.wait()
         assert step_in(run.files.directory / "last.pt") == (None, 2, 2, 4)[step]
     assert [path.name for path in run.files.directory.glob("*.pt")] == ["last.pt"]
     saved = load(run.files.directory / "last.pt")
@@ -587,3 +424,84 @@ def test_step_that_ends_the_run_saves_last_alone(tmp_path):
         0,
         4,
     )
+
+
+def test_names_of_one_save_are_files_of_their_own(run, monkeypatch):
+    """What damages one of them leaves the other; and all of them are serialised once."""
+    saves, save = [], torch.save
+    monkeypatch.setattr(torch, "save", lambda *a: (saves.append(a), save(*a)))
+    run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+    assert len(saves) == 1
+    paths = [run.files.directory / name for name in ("best.pt", "epoch-0002.pt", "last.pt")]
+    contents = [path.read_bytes() for path in paths]
+    assert contents[0] == contents[1] == contents[2] and step_in(paths[0]) == 12
+    paths[2].write_bytes(b"damaged")
+    assert [path.read_bytes() for path in paths[:2]] == contents[:2]
+
+
+def test_copy_that_fails_leaves_all_names_as_they_were(run, monkeypatch):
+    run.save("best.pt", "last.pt")
+    before = {path.name: path.read_bytes() for path in run.files.directory.glob("*.pt")}
+    run.state.global_step += 1
+
+    def full(source, target):
+        Path(target).write_bytes(Path(source).read_bytes()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(common.shutil, "copyfile", full)
+    with pytest.raises(OSError, match=r"last.pt could not be written .is the disk full"):
+        run.save("best.pt", "last.pt")
+    files = {path.name: path.read_bytes() for path in run.files.directory.iterdir()}
+    files.pop("metrics.jsonl")
+    assert files == before
+
+
+# ------------------------------------------------------------------- a save that the run cannot make
+
+EVERY = (*EVERYTHING, "--save-every", "2", "--average", "ema")
+
+
+def full_from_second_save(rank):
+    replace, calls = os.replace, itertools.count(1)
+
+    def full(*arguments):
+        if next(calls) > 1:
+            raise OSError(28, "No space left on device")
+        replace(*arguments)
+
+    os.replace = full
+
+
+def kill_in_second_save(rank):
+    """SIGKILL for rank 0 while its second save is written but not synced."""
+    fsync, saves = os.fsync, itertools.count(1)
+
+    def killed(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == ".last.pt.tmp" and next(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    if rank == 0:
+        os.fsync = killed
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize("broken", [full_from_second_save, kill_in_second_save])
+def test_run_goes_on_from_the_save_before_the_broken_one(mode, n, broken, tmp_path):
+    ended = train(mode, n, *EVERY, folder=tmp_path, patch=broken)
+    if broken is full_from_second_save:
+        assert ended.code == 1 and "last.pt could not be written (is the disk full?)" in ended.err
+        assert "No space left" in ended.err.splitlines()[-1]
+    else:
+        assert ended.code == -signal.SIGKILL and (ended.folder / ".last.pt.tmp").exists()
+    assert ended.checkpoint()["global_step"] == 2
+    resumed = train(mode, n, *EVERY, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0 and "resumed at epoch 1, step 2" in resumed.out, resumed.err
+    reference = undisturbed(mode, n, *EVERY)
+    for name in ("last.pt", "best.pt"):
+        ours, theirs = walk(resumed.checkpoint(name)), walk(reference.checkpoint(name))
+        pairs = [pair for pair in zip(ours, theirs) if isinstance(pair[0], torch.Tensor)]
+        assert len(pairs) > 8 and all(one.equal(other) for one, other in pairs), name
+    assert without_speed(resumed.lines) == without_speed(reference.lines)
+    assert not list(resumed.folder.glob(".*"))

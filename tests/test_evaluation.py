@@ -8,11 +8,8 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import signal
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,12 +17,11 @@ import torch
 from harness import make_args, train, undisturbed
 from patches import BASE, printed, set_environment_of, without_speed
 from runs import end, load, make_run
-from short_runs import NOISE, ODD, ODD_MODES, SWA
+from short_runs import NOISE, ODD, ODD_MODES
 
-import machinery.files
-import machinery.processes
+import machinery.process
 import machinery.run
-import machinery.tasks
+import machinery.usertask
 import sampling
 
 pytestmark = pytest.mark.usefixtures("handlers")
@@ -93,7 +89,7 @@ def test_metric_of_some_batches_alone_ends_the_run(mode, n, tmp_path):
 def print_files(mode, rank):
     """Print what appears, and when the evaluation is made."""
     script = importlib.import_module(f"train_{mode}")
-    save, evaluate = machinery.files.save_checkpoint, script.evaluate
+    save, evaluate = machinery.run.save_checkpoint, script.evaluate
 
     def saved(state, *paths):
         save(state, *paths)
@@ -102,12 +98,11 @@ def print_files(mode, rank):
             print("event", json.dumps(place), flush=True)
 
     def evaluated(*arguments):
-        machinery.processes.wait_for_writer()  # of a save that was begun before
         if rank == 0:
             print("event", json.dumps("evaluation"))
         return evaluate(*arguments)
 
-    machinery.files.save_checkpoint, script.evaluate = saved, evaluated
+    machinery.run.save_checkpoint, script.evaluate = saved, evaluated
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
@@ -123,7 +118,7 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
     assert all(event[1:] == [2, 0, 1] for event in events[8:])
 
 
-@pytest.mark.parametrize("number", machinery.processes.SIGNALS)
+@pytest.mark.parametrize("number", machinery.process.SIGNALS)
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
     """In the last epoch all is done then, and there is nothing to stop."""
@@ -133,9 +128,9 @@ def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
     if epochs == 1:
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     else:
-        with pytest.raises(machinery.processes.Stopped) as stopped:
+        with pytest.raises(machinery.process.Stopped) as stopped:
             run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-        assert stopped.value.code == machinery.processes.SIGNALS[number]
+        assert stopped.value.code == machinery.process.SIGNALS[number]
         assert stopped.value.reason == f"stopped by {number.name} after saving step 6"
     saved = load(run.files.directory / "last.pt")
     assert (saved["epoch"], saved["step"]) == (1, 0) and (run.files.directory / "best.pt").exists()
@@ -152,43 +147,6 @@ def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
     logged = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
     assert [(line["epoch"], line["global_step"]) for line in logged] == [(0, 6), (1, 12)]
     assert (run.state.epoch, run.state.step) == (2, 0)
-
-
-def look_before_the_evaluation(rank):
-    """Print the position of last.pt whenever an evaluation begins."""
-    seed_evaluation = sampling.seed_evaluation
-
-    def watched(seed, i):
-        if i == rank == 0:
-            machinery.processes.wait_for_writer()  # of a save that was begun before
-            saved = torch.load(f"{os.environ['OUTPUT']}/last.pt")
-            print("saved:", saved["epoch"], saved["step"], saved["global_step"], flush=True)
-        seed_evaluation(seed, i)
-
-    for module in list(sys.modules.values()):  # the scripts have a name of their own for it
-        if vars(module).get("seed_evaluation") is seed_evaluation:
-            module.seed_evaluation = watched
-
-
-@pytest.mark.parametrize(("mode", "n"), ODD_MODES)
-def test_run_is_saved_before_each_evaluation(mode, n, tmp_path):
-    from patches import Patches, set_environment
-
-    output = functools.partial(set_environment, {"OUTPUT": str(tmp_path / "run")})
-    result = train(
-        mode,
-        n,
-        *ODD,
-        "--model",
-        "conv",
-        folder=tmp_path,
-        patch=Patches(output, look_before_the_evaluation),
-    )
-    assert re.findall("saved: .*", result.out) == [
-        "saved: 0 6 6",
-        "saved: 1 6 12",
-        "saved: 2 6 18",
-    ], result.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -214,10 +172,9 @@ def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_
 def keep_last_before_the_evaluation(rank):
     eval_model = machinery.run.Run.eval_model
 
-    def watched(run, loader):
-        run.files.wait()
+    def watched(run):
         shutil.copy(run.files.directory / "last.pt", run.files.directory / "before.pt")
-        return eval_model(run, loader)
+        return eval_model(run)
 
     machinery.run.Run.eval_model = watched
 
@@ -231,32 +188,6 @@ def test_evaluation_after_the_checkpoint_is_logged_once(tmp_path):
     assert (first.checkpoint()["epoch"], first.checkpoint()["step"]) == (0, 6)
     resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0 and without_speed(resumed.lines) == lines
-
-
-def keep_last(path, rank):
-    """Copy last.pt before each evaluation."""
-    import train_single
-
-    evaluate = train_single.evaluate
-
-    def watched(args, *others):
-        machinery.processes.wait_for_writer()
-        shutil.copy(Path(args.output_dir) / "last.pt", path)
-        return evaluate(args, *others)
-
-    train_single.evaluate = watched
-
-
-def test_evaluation_of_a_checkpoint_from_before_its_evaluation_is_that_evaluation(tmp_path):
-    before = tmp_path / "before.pt"
-    result = train("single", 1, *SWA, folder=tmp_path, patch=functools.partial(keep_last, before))
-    assert torch.load(before)["step"] == 6, (
-        "saved after the last step, before the statistics were there"
-    )
-    looked = train("single", 1, *SWA, "--eval-only", "--resume", before, folder=tmp_path / "looked")
-    assert looked.code == 0, looked.err
-    (again,) = looked.eval_lines()
-    assert result.eval_lines()[-1] == again and len(result.eval_lines()) == 4
 
 
 # -------------------------------------------------------------------------------------- --eval-only
@@ -302,20 +233,6 @@ def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
     assert {path.name: path.read_bytes() for path in run.files.directory.iterdir()} == before
 
 
-def test_eval_only_leaves_the_log(tmp_path):
-    first = train("single", 1, *BASE, "--epochs", "2", "--keep-every", "1", folder=tmp_path)
-    lines = first.lines
-    older = first.folder / "epoch-0001.pt"
-    evaluated = train(
-        "single", 1, *BASE, "--epochs", "2", "--eval-only", "--resume", older, folder=tmp_path
-    )
-    assert evaluated.code == 0, evaluated.err
-    assert (
-        evaluated.lines == lines
-        and f"eval  loss {first.eval_lines()[0]['loss']:.6f}" in evaluated.out
-    )
-
-
 def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
     trained = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path)
     options = ["--eval-only", "--resume", trained.folder / "last.pt"]
@@ -323,10 +240,7 @@ def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
         "single",
         1,
         *BASE,
-        "--average",
-        "ema",
-        "--batch-size",
-        "7",
+        *"--average ema --batch-size 7".split(),
         *options,
         folder=tmp_path / "same",
     )
@@ -369,15 +283,3 @@ def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     assert [line["epoch"] for line in second.eval_lines()] == [0, 2], (
         "a folder of evaluations gets each of them"
     )
-
-
-def test_eval_only_leaves_an_empty_log_of_a_run_empty(tmp_path):
-    argv = (*ODD, "--model", "conv", "--log-every", "100")
-    from patches import stop_after
-
-    stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 4))
-    assert stopped.code == 143 and not stopped.lines
-    looked = train(
-        "single", 1, *argv, "--eval-only", "--resume", stopped.folder / "last.pt", folder=tmp_path
-    )
-    assert looked.code == 0 and not looked.lines and "eval  loss" in looked.out

@@ -14,7 +14,7 @@ from patches import call_in_task, without_speed
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-import machinery.tasks
+import machinery.usertask
 
 pytestmark = pytest.mark.long
 SIZES = {"detect": (24, 11), "pose": (16, 7)}
@@ -34,19 +34,7 @@ def small(request, tmp_path_factory):
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     MAKE[name](folder / "data", *SIZES[name])
     argv = [*command(name, folder / "data"), *WIDTHS[name].split(), "--dtype", "float64"]
-    argv += [
-        "--epochs",
-        "2",
-        "--batch-size",
-        "7",
-        "--lr",
-        "0.01",
-        "--best",
-        "AP",
-        "--sync-bn",
-        "--clip-grad-norm",
-        "10",
-    ]
+    argv += [*"--epochs 2 --batch-size 7 --lr 0.01 --best AP --sync-bn --clip-grad-norm 10".split()]
     single = [argument for argument in argv if argument != "--sync-bn"]
     result = train("single", 1, *single, folder=folder / "single")
     assert result.code == 0, result.err
@@ -148,7 +136,7 @@ def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
     """The task makes its own COCO objects; here the file's annotations are scored directly."""
     name, argv, result = trained
     args = make_args("single", *argv)
-    module = machinery.tasks.load_module(ROOT / "examples" / f"{name}.py")
+    module = machinery.usertask.load_module(ROOT / "examples" / f"{name}.py")
     file, kind, guesses_of = {
         "detect": ("instances", "bbox", guesses_of_detect),
         "pose": ("person_keypoints", "keypoints", guesses_of_pose),
@@ -179,7 +167,7 @@ def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
 
 def test_pose_groups_joints_by_the_centre_they_point_to():
     """Two people whose joints lie all over the picture: the nearest centre would be the wrong one."""
-    module = machinery.tasks.load_module(ROOT / "examples" / "pose.py")
+    module = machinery.usertask.load_module(ROOT / "examples" / "pose.py")
     generator, grid = torch.Generator().manual_seed(0), 32
     points = 0.05 + 0.9 * torch.rand(2, 18, 2, generator=generator)
     points[:, 17] = torch.tensor([[0.3, 0.52], [0.7, 0.52]])

@@ -14,20 +14,18 @@ from harness import (
     deviation,
     in_group,
     make_args,
-    optimizer_of,
     single_run,
     train,
     undisturbed,
 )
 from launches import free_port
-from patches import BASE, Operations, stop_after, without_speed
+from patches import BASE, stop_after, without_speed
 from torch import nn
 
 import common
-import machinery.tasks
+import machinery.usertask
 
 NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
-AVERAGED = ("--average ema", "--average swa --epochs 4")
 
 
 @pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 4))])
@@ -37,7 +35,7 @@ AVERAGED = ("--average ema", "--average swa --epochs 4")
         "",
         "--accum-steps 3 --clip-grad-norm 0.05 --lr 2",
         "--optimizer adamw --lr 0.01 --average ema",
-        "--average swa --epochs 4 --freeze first.bias",
+        "--average ema --freeze first.bias",
     ],
 )
 def test_shards_equal_one_device(n, options, tmp_path):
@@ -47,9 +45,7 @@ def test_shards_equal_one_device(n, options, tmp_path):
     assert max(deviations.values()) <= 1e-10, deviations
 
 
-@pytest.mark.parametrize(
-    "options", ["", *(pytest.param(o, marks=pytest.mark.long) for o in AVERAGED)]
-)
+@pytest.mark.parametrize("options", ["", pytest.param("--average ema", marks=pytest.mark.long)])
 def test_resumed_run_of_shards_is_bitwise_the_uninterrupted_one(options, tmp_path):
     argv = (*NET, *options.split())
     whole = undisturbed("fsdp", 3, *argv)
@@ -101,36 +97,6 @@ def test_file_of_shards_holds_whole_plain_tensors(tmp_path):
     assert line["loss"] == pytest.approx(result.eval_lines()[-1]["loss"], rel=1e-12)
 
 
-def print_joined():
-    """Tensors as an optimizer of a task may keep them, on rows of 3 ranks."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    import machinery.sharding
-    import machinery.state
-
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
-    replicate = [Replicate()] * (mesh.ndim - 1)
-    value = torch.arange(28.0).view(7, 4)
-    cut = [
-        distribute_tensor(value, mesh, [*replicate, place])
-        for place in (Shard(0), Shard(1), Replicate())
-    ]
-    sums = cut[0].sum(0), cut[0].norm()
-    assert sums[0].placements[-1].is_partial() and sums[1].dim() == 0
-    wanted = [value] * 3 + [value.sum(0), value.norm()]
-    for found, right in zip([*cut, *sums], wanted):
-        torch.testing.assert_close(machinery.state.joined(found), right)
-    own = torch.full((2, 4), float(torch.distributed.get_rank()))  # cut among the rows too
-    both = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim)
-    torch.testing.assert_close(machinery.state.joined(both), both.full_tensor())
-    print(mesh.ndim)
-
-
-@pytest.mark.parametrize("n", [3, 6])
-def test_tensors_that_are_cut_in_any_way_are_joined(n):
-    assert in_group(n, print_joined) == [f"{n // 3}\n"] * n
-
-
 def test_ranks_of_one_row_share_a_copy(tmp_path):
     result = train("fsdp", 4, *BASE, "--shard-size", "2", folder=tmp_path)
     assert max(compare(result, single_run(*BASE)).values()) <= 1e-10
@@ -159,13 +125,6 @@ def test_ranks_of_shards_drop_other_units(tmp_path):
     argv = (*BASE, "--model", "dropout")
     shards, ranks = train("fsdp", 2, *argv, folder=tmp_path), undisturbed("ddp", 2, *argv)
     assert max(compare(shards, ranks).values()) <= 1e-10
-
-
-def test_rank_with_a_batch_less_joins_the_last_forward(tmp_path):
-    """57 samples in batches of 8 on 3 ranks: two of them have three batches, one has two."""
-    argv = (*BASE, "--eval-batch-size", "8")
-    result = train("fsdp", 3, *argv, folder=tmp_path)
-    assert max(compare(result, single_run(*argv)).values()) <= 1e-10
 
 
 def make_nan(losses, k):
@@ -243,12 +202,12 @@ def test_shards_in_bf16_compute_what_ddp_computes(norm, tmp_path, monkeypatch):
 
 def shares_of(name):
     """Print this rank's share of the parameters' numbers after the network was sharded."""
-    import machinery.sharding
+    import machinery.modes
 
     net = NETS[name]()
     total = sum(parameter.numel() for parameter in net.parameters())
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh)
+    mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
+    machinery.modes.shard(net, machinery.usertask.large_modules(net), mesh)
     own = sum(parameter.to_local().numel() for parameter in net.parameters())
     print(own / total)
 
@@ -256,41 +215,9 @@ def shares_of(name):
 NETS = {"mlp": lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])}
 
 
-def print_rows():
-    import machinery.sharding
-
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), 3)
-    print(mesh["shard"].size(), mesh["replicate"].size())
-
-
-def test_ranks_of_a_row_hold_the_whole():
-    assert [out.split() for out in in_group(6, print_rows)] == [["3", "2"]] * 6
-
-
 def test_each_rank_holds_its_share():
     shares = [float(out) for out in in_group(4, functools.partial(shares_of, "mlp"))]
     assert max(shares) <= 0.26 and sum(shares) == pytest.approx(1)
-
-
-def print_kernels(name):
-    import machinery.sharding
-
-    net = NETS["mlp"]()
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.sharding.shard(net, machinery.tasks.large_modules(net), mesh)
-    optimizer = optimizer_of(make_args("single", "--optimizer", name), net)
-    net(torch.ones(2, 64)).sum().backward()
-    optimizer.step()  # makes its state
-    with Operations() as operations:
-        optimizer.step()
-    print(*operations.names)
-
-
-@pytest.mark.parametrize(("name", "kernel"), [("sgd", "_foreach_add_"), ("adamw", "_fused_adamw_")])
-def test_kernels_of_shards(name, kernel):
-    """Torch takes sharded tensors one by one unless it is told otherwise."""
-    for names in in_group(2, functools.partial(print_kernels, name)):
-        assert kernel in names.split() and len(names.split()) < 12, names
 
 
 def test_parts_that_are_sharded_each_for_itself():
@@ -300,10 +227,10 @@ def test_parts_that_are_sharded_each_for_itself():
     large, small, norm = nn.Linear(100, 60), nn.Linear(2, 2), nn.LayerNorm(300)
     few = [nn.Linear(20, 20), nn.Linear(20, 20)]
     net = nn.Sequential(nn.ModuleList(blocks), nn.ModuleList(few), tied, other, large, small, norm)
-    assert machinery.tasks.large_modules(net) == [*blocks, *few, large], (
+    assert machinery.usertask.large_modules(net) == [*blocks, *few, large], (
         "no list, which has no forward; not what shares a weight; not what is small; no norm"
     )
-    assert machinery.tasks.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
+    assert machinery.usertask.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
 
 
 def test_task_chooses_what_is_sharded(tmp_path, monkeypatch):
@@ -322,12 +249,12 @@ def print_calls():
     """Print how many collective calls each phase of a step makes, and the whole gradients kept."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    import machinery.sharding
+    import machinery.modes
 
     net = NETS["mlp"]()
-    parts = machinery.tasks.large_modules(net)
-    mesh = machinery.sharding.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.sharding.shard(net, parts, mesh)
+    parts = machinery.usertask.large_modules(net)
+    mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
+    machinery.modes.shard(net, parts, mesh)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     guard = common.StepGuard("off", torch.device("cpu"), net)
 

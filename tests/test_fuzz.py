@@ -9,7 +9,7 @@ import fuzz
 import pytest
 import torch
 
-import machinery.options
+import machinery.cli
 
 
 @pytest.mark.parametrize(("first", "trials"), [(0, 3), pytest.param(3, 7, marks=pytest.mark.full)])
@@ -20,7 +20,7 @@ def test_random_runs_keep_every_invariant(first, trials, capsys):
 
 def test_every_option_is_declared():
     modes = ("single", "dp", "ddp", "spawn", "fsdp")
-    parsers = [machinery.options.build_parser(mode) for mode in modes]
+    parsers = [machinery.cli.build_parser(mode) for mode in modes]
     names = {action.option_strings[0] for parser in parsers for action in parser._actions}
     names = {name for name in names if not name.startswith("--no-")}
     assert names - {"-h"} == fuzz.OPTIONS.keys()

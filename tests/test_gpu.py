@@ -11,8 +11,8 @@ from harness import ROOT, deviation, guard_of, make_args, optimizer_of, train
 from patches import change_training_loss, stop_after
 from torch import nn
 
+import machinery.modes
 import machinery.run
-import machinery.stand_ins
 import task
 import train_ddp
 import train_spawn
@@ -171,10 +171,10 @@ def share_the_gpu(rank):
     train_ddp.backend = train_spawn.backend = lambda device: f"cpu:gloo,{GPU}:gloo"
 
 
-MEAN = ["--average", "swa", "--swa-start", "0", "--epochs", "3"]
+EMA = ["--average", "ema"]
 
 
-@pytest.mark.parametrize("options", [[], ["--average", "ema"], MEAN], ids=" ".join)
+@pytest.mark.parametrize("options", [[], EMA], ids=" ".join)
 @pytest.mark.parametrize("n", [2, 3])
 def test_ranks_on_one_gpu_compute_what_one_of_them_computes(n, options, tmp_path):
     argv = (*EXACT, "--accum-steps", "2", "--device", GPU, *options)
@@ -186,19 +186,18 @@ def test_ranks_on_one_gpu_compute_what_one_of_them_computes(n, options, tmp_path
 
 
 def test_average_is_that_of_the_cpu(tmp_path):
-    """On a GPU torch's own mean divides in float32."""
     runs = [
-        train("single", 1, *EXACT, *MEAN, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)
+        train("single", 1, *EXACT, *EMA, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)
     ]
     assert [run.code for run in runs] == [0, 0], runs[1].err
     cpu, gpu = (run.checkpoint()["average"] for run in runs)
-    assert cpu["n_averaged"] == gpu["n_averaged"] == 3 and deviation(gpu, cpu) < 1e-9
+    assert cpu["n_averaged"] == gpu["n_averaged"] > 3 and deviation(gpu, cpu) < 1e-9
 
 
 def two_replicas_on_one_gpu(rank):
     torch.accelerator.device_count = lambda: 2
-    original = machinery.stand_ins.DataParallel
-    machinery.stand_ins.DataParallel = lambda module, ids: original(module, [0 for _ in ids])
+    original = machinery.modes.DataParallel
+    machinery.modes.DataParallel = lambda module, ids: original(module, [0 for _ in ids])
 
 
 def test_replicas_on_one_gpu_compute_what_one_of_them_computes(tmp_path):

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,67 +61,7 @@ def test_evaluation_resizes_the_shorter_side_and_takes_the_middle(size, height, 
     assert (seen.double() - wanted).abs().mean() < 0.3
 
 
-def test_evaluation_depends_on_nothing_but_the_file(tmp_path):
-    samples = write(tmp_path, *(noise(100, 90 + i, i) for i in range(3)))
-    dataset = task.ImageFiles(samples, 64, training=False)
-    first, labels = dataset.__getitems__([0, 1, 2])
-    assert labels.tolist() == [0, 1, 2] and labels.dtype == torch.int64
-    assert fetched(dataset, 5, [2, 1, 0], seed=1).flip(0).equal(first)
-    one, label = dataset[1]
-    assert one.equal(first[1]) and label == 1
-
-
 # ----------------------------------------------------------------------------------------- training
-
-
-def plane(height, width):
-    """Red is the row and green the column, so that a crop shows where it was cut."""
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([rows, columns, 7 * torch.ones_like(rows)]).to(torch.uint8)
-
-
-@pytest.fixture(scope="module")
-def crops(tmp_path_factory):
-    """300 crops of one picture of 240 x 200 pixels, as (top, bottom, left, right, mirrored)."""
-    sampling.KeyedDataset.epoch_key = 0  # whatever ran before
-    samples = write(tmp_path_factory.mktemp("plane"), plane(240, 200)) * 300
-    dataset = task.ImageFiles(samples, 64, training=True)
-    images = torch.cat([dataset.__getitems__(list(range(i, i + 50)))[0] for i in range(0, 300, 50)])
-    assert images.shape == (300, 3, 64, 64) and images.dtype == torch.uint8
-    boxes = []
-    for rows, columns, mark in images.double():
-        assert (mark == 7).all(), "no edge, no padding"
-        assert rows.std(1).max() <= 1 and columns.std(0).max() <= 1, "neither turned nor mixed"
-        top, bottom = rows[0].mean(), rows[-1].mean()
-        left, right = columns[:, 0].mean(), columns[:, -1].mean()
-        assert top < bottom, "not upside down"
-        scale = 64 / 63  # the first and the last pixel stand for their middles
-        boxes.append([top, bottom, min(left, right), max(left, right), left > right])
-        boxes[-1] += [(bottom - top) * scale, abs(right - left) * scale]
-    return torch.tensor(boxes, dtype=torch.float64)
-
-
-def test_training_crops_are_of_any_size_and_shape_within_the_recipe(crops):
-    heights, widths = crops[:, 5], crops[:, 6]
-    areas, ratios = heights * widths / (240 * 200), widths / heights
-    assert 0.07 < areas.min() < 0.12 and 0.85 < areas.max() < 1.03, "8 % to all of the picture"
-    assert 0.4 < areas.mean() < 0.6 and 0.15 < (areas < 0.3).double().mean() < 0.35
-    assert 0.72 < ratios.min() < 0.78 and 1.28 < ratios.max() < 1.38, "3:4 to 4:3"
-
-
-def test_training_crops_are_cut_anywhere(crops):
-    top, bottom, left, right, *_ = crops.T
-    for low, high, side in ((top, bottom, 240), (left, right, 200)):
-        room = side - (high - low)
-        place = (low / room)[room > 40]
-        assert place.min() < 0.1 and place.max() > 0.85 and 0.4 < place.mean() < 0.6
-
-
-def test_half_of_the_crops_are_mirrored(crops):
-    mirrored = crops[:, 4]
-    assert 120 < mirrored.sum() < 180
-    correlation = torch.corrcoef(torch.stack([mirrored, crops[:, 0]]))[0, 1]
-    assert abs(correlation) < 0.2, "wherever they are cut"
 
 
 def test_crop_is_keyed_by_the_sample_the_epoch_and_the_seed(tmp_path):
@@ -156,23 +95,6 @@ def test_crop_is_made_as_torchvision_makes_it(tmp_path):
 # ------------------------------------------------------------------------------------- small images
 
 
-@pytest.mark.parametrize(("height", "width"), [(20, 40), (40, 20), (63, 63), (33, 31), (100, 50)])
-def test_small_images_fill_the_frame(height, width, tmp_path):
-    image = noise(height, width)
-    dataset = task.ImageFiles(write(tmp_path, image), 32, training=False)
-    (seen,), _ = dataset.__getitems__([0])
-    wanted = resized(image, 32, 32)  # all of the image, whatever its shape
-    assert seen.shape == (3, 32, 32) and (seen.double() - wanted).abs().max() <= 1
-
-
-def test_image_of_the_right_size_is_not_touched(tmp_path):
-    image = noise(63, 63)
-    samples = write(tmp_path, image)
-    assert task.ImageFiles(samples, 63, training=False)[0][0].equal(image)
-    (large,), _ = task.ImageFiles(samples, 64, training=False).__getitems__([0])
-    assert not large[:, :63, :63].equal(image), "from 64 pixels on it is resized and cropped"
-
-
 @pytest.mark.parametrize(("size", "shift"), [(32, 4), (39, 4), (40, 5), (63, 7), (8, 1)])
 def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(size, shift, tmp_path):
     image = noise(size, size).clamp(min=1)
@@ -191,34 +113,6 @@ def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(size, s
         assert abs(found[:, axis].double().mean() - shift) < 0.15 * (2 * shift + 1)
     assert 70 < found[:, 2].sum() < 130
     assert len({tuple(row[:2]) for row in found.tolist()}) > min(40, (2 * shift + 1) ** 2 - 1)
-
-
-def test_draws_decide_the_window_and_the_mirroring():
-    """Equal parts of 0 to 1 for each of the windows, and half of it for each direction."""
-    image = noise(6, 7)[None]
-    windows, padded = task.windows_of(image, 2), F.pad(image, (2,) * 4)[0]
-    below = 1 - 2.0**-53
-    for row, y in ((0.0, 0), (0.1999999, 0), (0.2000001, 1), (0.5, 2), (0.7999999, 3), (below, 4)):
-        for column, x in ((0.0, 0), (0.3999999, 1), (0.4000001, 2), (below, 4)):
-            for mirror, turned in ((0.0, True), (0.4999999, True), (0.5, False), (below, False)):
-                draws = np.array([[row, column, mirror]])
-                window = padded[:, y : y + 6, x : x + 7]
-                (seen,) = task.shift_and_flip(windows, np.array([0]), draws, flip=False)
-                assert seen.equal(window)
-                (seen,) = task.shift_and_flip(windows, np.array([0]), draws, flip=True)
-                assert seen.equal(window.flip(-1) if turned else window)
-
-
-def test_small_image_files_are_keyed_by_the_sample(tmp_path):
-    samples = write(tmp_path, noise(30, 50)) * 30
-
-    def shown(indices, epoch=0, seed=0):
-        return fetched(task.ImageFiles(samples, 24, training=True), epoch, indices, seed)
-
-    images = shown(list(range(30)))
-    assert shown([17, 3]).equal(images[[17, 3]])
-    assert not shown(list(range(30)), epoch=1).equal(images)
-    assert not shown(list(range(30)), seed=1).equal(images)
 
 
 # --------------------------------------------------------------------------- whole batches of files
@@ -324,24 +218,6 @@ def test_image_file_is_augmented_alike_whoever_loads_it(size, side, tmp_path):
             )
 
 
-def test_files_that_torchvision_cannot_decode_are_read_by_pil(tmp_path):
-    from PIL import Image
-
-    image = Image.fromarray(torch.randint(0, 256, (9, 7, 3), dtype=torch.uint8).numpy())
-    image.save(tmp_path / "image.bmp")
-    assert task.read_images([str(tmp_path / "image.bmp")])[0].equal(
-        torch.tensor(np.asarray(image)).permute(2, 0, 1)
-    )
-    Image.new("I;16", (4, 4), 0x7F80).save(tmp_path / "deep.png")
-    deep = task.read_images([str(tmp_path / "deep.png")])[0]
-    assert deep.dtype == torch.uint8 and deep.shape == (3, 4, 4) and (deep == 0x7F).all(), (
-        "the upper byte"
-    )
-    film = [Image.new("RGB", (4, 4), (i, 0, 0)) for i in range(3)]
-    film[0].save(tmp_path / "film.gif", save_all=True, append_images=film[1:])
-    assert task.read_images([str(tmp_path / "film.gif")])[0].shape == (3, 4, 4), "its first image"
-
-
 def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypatch):
     """A call of torchvision's decoder costs a quarter of decoding a small image; a broken one must not change its neighbours."""
     import torchvision
@@ -404,16 +280,3 @@ def test_broken_image_is_named_or_replaced_in_a_whole_batch_too(tmp_path, capfd)
     seen, targets = keyed(val_set, args).__getitems__((0, [3, 39, 7]))
     assert seen.equal(images[[4, 0, 7]]) and targets.tolist() == [0, 0, 0]
     assert capfd.readouterr().err.count("the next one takes its place") == 2
-
-
-def test_data_in_memory_is_loaded_without_workers_and_files_with(tmp_path):
-    _, args = image_tree(tmp_path, 16)
-    workers = {}
-    for name, dataset in (
-        ("files", task.build_datasets(args)[0]),
-        ("memory", task.build_datasets(make_args())[0]),
-    ):
-        workers[name] = loader_of(
-            make_args(), dataset, make_sampler(40, 8), torch.device("cpu")
-        ).num_workers
-    assert workers == {"files": min(8, sampling.own_cores()), "memory": 0}

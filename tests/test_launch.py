@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import functools
 import json
 import multiprocessing
 import os
@@ -16,22 +15,9 @@ import termios
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from harness import ROOT, TASKS, make_args, train
-from patches import BASE, in_process, printed
-from short_runs import SEVERAL
-
-import common
-import machinery.check
-import machinery.files
-import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
-import machinery.run
-import machinery.tasks
-import train_spawn
+from harness import ROOT, TASKS, train
+from patches import BASE, printed
 
 
 def run_sh(*arguments, cwd, root=ROOT, timeout=200, first_on_path=""):
@@ -120,28 +106,6 @@ def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp
     )
 
 
-@pytest.mark.release
-def test_half_made_environment_is_made_anew(lacking, tmp_path):
-    """`python -m venv` was interrupted before it had pip, or before it had all of pip. A whole environment is kept."""
-    environment = lacking / ".venv"
-
-    def kept():
-        (environment / "mark").touch()
-        finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
-        assert (
-            finished.returncode != 0
-            and "No matching distribution found for no-such-package" in finished.stderr
-        ), finished.stderr
-        return (environment / "mark").exists()
-
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    assert not kept()
-    assert kept()
-    (record,) = environment.glob("lib/python*/site-packages/pip-*.dist-info/RECORD")
-    record.unlink()  # which is written last
-    assert not kept()
-
-
 def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, monkeypatch):
     """As on Debian and Ubuntu without the package python3-venv. What is there already, half-made, does not hide it."""
     (tmp_path / "modules").mkdir()
@@ -159,17 +123,6 @@ def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, mon
         ), finished.stderr
         assert finished.stderr.count("\n") == 2 and "Traceback" not in finished.stderr
     assert not (lacking / ".venv").exists()
-
-
-@pytest.mark.long
-def test_order_of_a_set_is_the_same_in_every_process(tmp_path, monkeypatch):
-    """A task that numbers the classes of a set would give each rank other labels."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    names = "print({f'class {i}' for i in range(20)})"
-    (tmp_path / "own.py").write_text(f"{names}\ndef add_options(parser): pass\n")
-    runs = [run_sh("single", "--task", "own.py", "--help", cwd=tmp_path) for _ in range(2)]
-    first, second = (finished.stdout.splitlines()[0] for finished in runs)
-    assert first == second and "class 19" in first
 
 
 @pytest.mark.long
@@ -243,25 +196,6 @@ def test_number_of_devices_is_n_or_the_option_or_the_default(mode, arguments, me
     ), finished.stderr
 
 
-@pytest.mark.parametrize("mode", ["dp", "spawn"])
-@pytest.mark.long
-def test_script_decides_how_many_devices_if_n_is_not_given(mode, tmp_path):
-    """It asks for the accelerators, of which there may be another number than two."""
-    command = ["bash", "-x", str(ROOT / "run.sh"), mode, "--batch-size", "1"]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    (started,) = re.findall(rf"^\+ exec \S+ \S+/train_{mode}\.py (.*)$", finished.stderr, re.M)
-    assert started == "--batch-size 1"
-
-
-@pytest.mark.parametrize("option", ["--help"])
-@pytest.mark.long
-def test_help_is_shown_and_nothing_is_started(option, tmp_path):
-    finished = run_sh("ddp", 2, option, cwd=tmp_path)
-    assert finished.returncode == 0 and finished.stdout.count("usage: train_ddp.py") == 1
-    assert "samples per optimizer step, over all devices" in finished.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.long
 def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
     """Plain lines go to a file; someone who watches gets a bar, and the evaluation lines."""
@@ -270,11 +204,7 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "train_single.py"),
-        "--epochs",
-        "2",
-        "--log-every",
-        "5",
-        "--output-dir",
+        *"--epochs 2 --log-every 5 --output-dir".split(),
         str(tmp_path / "run"),
     ]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs, close_fds=True)
@@ -296,51 +226,6 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
 # -------------------------------------------------------------------------- what the launcher tells
 
 
-@pytest.mark.parametrize(("mode", "option"), [("dp", "replicas"), ("spawn", "nproc")])
-def test_devices_of_a_cpu_are_two(mode, option):
-    argv = ["--device", "cpu"]
-    assert vars(make_args(mode, *argv))[option] == 2
-    assert vars(make_args(mode, *argv, f"--{option}", "64"))[option] == 64
-    for wrong in ("0", "65"):  # 65 devices cannot share a batch of 64
-        with pytest.raises(common.UsageError):
-            make_args(mode, *argv, f"--{option}", wrong)
-
-
-def test_port_of_several_nodes():
-    argv = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "node0"]
-    assert make_args("ddp", *argv).master_port == 29500
-    args = make_args("ddp", *argv, "--master-port", "7", "--lr", "1")
-    assert (args.master_port, args.lr) == (7, 1)
-    args = make_args("ddp", "--seed", "2")
-    assert (args.nnodes, args.node_rank, args.master_addr) == (1, 0, None)
-
-
-@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
-@pytest.mark.parametrize("several", [False, True])
-def test_what_the_ranks_are_told(several, script, monkeypatch):
-    """The variables of torchrun, and the options as they were given."""
-    monkeypatch.setattr(os, "environ", {"HOME": "/root", "RANK": "7", "MASTER_PORT": "1"})
-    told = []
-    monkeypatch.setattr("signal.pthread_sigmask", lambda *_: None)  # of the tests' own process
-    monkeypatch.setattr("subprocess.Popen", lambda command, env: told.append((command, env)))
-    argv = ["--lr", "1", *(SEVERAL if several else [])]
-    machinery.launch.start(script, argv, 3, make_args("ddp", *argv), attempt=2)
-    first = 3 if several else 0  # this is the second of two machines
-    for local_rank, (command, environment) in enumerate(told):
-        assert command == [sys.executable, str(ROOT / script), *argv]
-        assert environment == {
-            "HOME": "/root",
-            "RANK": str(first + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": "6" if several else "3",
-            "LOCAL_WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "7" if several else "29500",
-            "TORCHELASTIC_RESTART_COUNT": "2",
-        }
-    assert len(told) == 3
-
-
 def print_patience(rank):
     init = dist.init_process_group
 
@@ -359,18 +244,6 @@ def test_timeout_reaches_the_process_group(mode, n, tmp_path):
     assert printed(result.out, "patience") == [77.0, 77.0]
 
 
-def test_spawn_checks_before_it_starts_a_process(monkeypatch):
-    monkeypatch.setattr(torch.multiprocessing, "spawn", None)
-    with pytest.raises(common.UsageError, match="--batch-size 1 cannot be cut into 2 devices"):
-        train_spawn.main(["--nproc", "2", "--batch-size", "1"])
-
-
-def test_rank_left_in_the_environment_does_not_silence_a_single_run(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    make_args("single", *BASE)
-    assert common.get_rank() == 0
-
-
 def count_workers_before_the_group(rank):
     init = dist.init_process_group
 
@@ -387,49 +260,10 @@ def test_workers_start_before_there_are_threads_whose_locks_a_fork_would_copy(mo
         mode,
         2,
         *BASE,
-        "--epochs",
-        "1",
-        "--workers",
-        "1",
+        *"--epochs 1 --workers 1".split(),
         folder=tmp_path,
         patch=count_workers_before_the_group,
     )
     assert result.code == 0 and result.out.count("workers: 2") == 2, (
         result.out
     )  # one of each loader, on both ranks
-
-
-def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
-    monkeypatch.delenv("LAUNCH_RENDEZVOUS_FILE", raising=False)
-    assert machinery.rendezvous.init_method() == "env://"
-    monkeypatch.setenv("LAUNCH_RENDEZVOUS_FILE", "/tmp/x/ranks")
-    places = set()
-    for restarts in range(3):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-        places.add(machinery.rendezvous.init_method())
-    assert len(places) == 3 and all(place.startswith("file:///tmp/x/ranks") for place in places)
-
-
-def test_help_is_no_run_that_was_left():
-    assert (
-        machinery.processes.run_main(
-            functools.partial(machinery.options.parse_args, "single", ["--help"])
-        )
-        == 0
-    )
-
-
-def test_group_on_the_cpu_has_a_default_backend_in_every_version():
-    """Torch 2.7 and 2.8, beside any registered backend, find none in "cpu:gloo" and warn when the group is destroyed."""
-    assert machinery.rendezvous.backend(torch.device("cpu")) == "gloo"
-
-
-def print_determinism():
-    for argv in ([], ["--deterministic"]):
-        args = make_args("single", "--device", "cpu", *argv)
-        machinery.processes.set_up_device(args.device, args.deterministic)
-        print(torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
-
-
-def test_deterministic_is_handed_to_torch():
-    assert in_process(print_determinism).split() == ["False", "True", "True", "False"]

@@ -1,25 +1,20 @@
 """Log lines and figures that are only printed or logged: each is computed here from what the run was given."""
 
-import functools
 import json
 import math
 import re
 import shutil
-import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import TASKS, in_group, make_args, make_sampler, single_run, train
-from patches import BASE, change_training_loss, without_speed
-from runs import Batches, Clock, end, make_run, make_step, start_epoch
+from harness import TASKS, make_args, make_sampler, single_run, train
+from patches import BASE
+from runs import Batches, end, make_run, make_step, start_epoch
 from short_runs import SMALL
 
-import machinery.log
-import machinery.processes
-import machinery.tasks
+import machinery.process
+import machinery.run
+import machinery.usertask
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -94,39 +89,6 @@ def test_first_line_after_a_resume(clock, tmp_path):
     assert column(lines, "loss") == [sum(map(sum, LOSSES[:4])) / 8, 8.125 / 5]
 
 
-def check_speed_of_two_ranks(folder):
-    """On each rank: 3 and 2 samples a step."""
-    clock = machinery.log.time = Clock()
-    rank = dist.get_rank()
-    run = make_run(Path(folder), "--log-every", 2, rank=rank, world_size=2)
-    start_epoch(run)
-    for step in range(6):
-        clock.seconds += 0.5 if rank == 0 else 3.0  # rank 0 tells the time
-        make_step(run, [float(step + 10 * rank + i) for i in range(3 - rank)])
-        if step == 4:
-            run.save("last.pt")
-            dist.barrier()
-            if rank == 0:
-                end(run)
-            argv = "--log-every", 2, "--resume", "auto"
-            run = make_run(Path(folder), *argv, rank=rank, world_size=2)
-            clock.seconds += 100
-            start_epoch(run)
-    run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-
-
-def test_speed_and_loss_are_those_of_all_ranks(tmp_path):
-    first, second = in_group(2, functools.partial(check_speed_of_two_ranks, str(tmp_path)))
-    lines = log_of(tmp_path)[:3]
-    assert column(lines, "images_per_s") == [10.0, 10.0, 10.0], (
-        "the last one is of a run that was resumed"
-    )
-    losses = [step + value for step in range(6) for value in (0, 1, 2, 10, 11)]
-    assert column(lines, "loss") == [sum(losses[i : i + 10]) / 10 for i in (0, 10, 20)]
-    assert first.count("images/s") == 3 and "resumed at epoch 1, step 5" in first
-    assert second == "", "one rank prints"
-
-
 def figures(text):
     """Return the figures of a printed training line, by what stands beside them."""
     found = re.fullmatch(
@@ -142,15 +104,7 @@ def figures(text):
 
 def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
     run = make_run(
-        tmp_path,
-        "--log-every",
-        2,
-        "--epochs",
-        7,
-        "--lr",
-        "0.08",
-        "--schedule",
-        "cosine",
+        tmp_path, "--log-every", 2, "--epochs", 7, *"--lr 0.08 --schedule cosine".split()
     )
     assert capsys.readouterr().out == f"output directory: {tmp_path / 'run'}\n"
     for epoch in range(2):
@@ -224,7 +178,7 @@ def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_pa
     result = train(mode, n, *argv, folder=tmp_path)
     assert result.code == 0, result.err
     args = make_args("single", "--task", str(TASKS / "small.py"))
-    labels = machinery.tasks.load_task(args).build_datasets(args)[0].targets
+    labels = machinery.usertask.load_task(args).build_datasets(args)[0].targets
     sampler = make_sampler(len(labels), 30, 0, 1)
     expected = []
     for epoch in range(2):
@@ -238,22 +192,6 @@ def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_pa
     assert not any("kept" in line or "labels" in line for line in result.train_lines())
     shown = [figures(line)["odd"] for line in result.out.splitlines() if "images/s" in line]
     assert shown == pytest.approx(expected, abs=0.51e-6)
-
-
-def test_training_log_has_the_loss_alone_unless_a_task_asks(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(TASKS))
-    (tmp_path / "none.py").write_text(ODD_METRIC)
-    argv = ("--task", tmp_path / "none.py", "--batch-size", "30", "--epochs", "1")
-    for mode, n in (("single", 1), ("dp", 2)):
-        result = train(mode, n, *argv, folder=tmp_path / mode)
-        assert result.code == 0, result.err
-        assert "odd" not in result.train_lines()[0] and "odd" in result.eval_lines()[0]
-
-
-def test_shipped_task_logs_its_metrics_of_the_training(tmp_path):
-    result = train("single", 1, "--epochs", "1", folder=tmp_path)
-    assert result.code == 0, result.err
-    assert {"top1", "top5"} <= result.train_lines()[0].keys() & result.eval_lines()[0].keys()
 
 
 @pytest.mark.parametrize(
@@ -292,67 +230,29 @@ def test_cpu_is_said_where_an_accelerator_has_a_driver(
 ):
     file = tmp_path / "nvidiactl"
     file.touch() if driver else None
-    monkeypatch.setattr(machinery.processes, "DRIVERS", (str(tmp_path / "kfd"), str(file)))
+    monkeypatch.setattr(machinery.process, "DRIVERS", (str(tmp_path / "kfd"), str(file)))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if hidden is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    machinery.processes.set_up_device(device)
+    common.set_up_device(device)
     found = capsys.readouterr().err
     assert ("warning: this run is on the CPU" in found and str(file) in found) == warned
     assert warned or not found
     monkeypatch.setenv("RANK", "1")
-    machinery.processes.set_up_device(device)
+    common.set_up_device(device)
     assert not capsys.readouterr().err, "one rank says it"
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say_is_null(value, clock, tmp_path, capsys):
-    run = make_run(tmp_path, "--log-every", 1)
-    start_epoch(run)
-    clock.seconds += 1
-    make_step(run, [value, 1.0], norm=value)
-    run.log.eval_line({"loss": value, "top1": 0.25, "count": 57})
-    train_line, eval_line = log_of(tmp_path)
-    assert train_line["loss"] is train_line["grad_norm"] is eval_line["loss"] is None
-    assert train_line["images_per_s"] == 2.0
-    assert eval_line["top1"] == 0.25 and eval_line["count"] == 57
-    assert f"loss {value:.6f}" in capsys.readouterr().out, "but said"
-
-
-def test_evaluation_is_printed_and_logged(tmp_path, capsys):
-    run = make_run(tmp_path, "--epochs", 4)
-    run.state.epoch, run.state.step, run.state.global_step = 2, 6, 18
-    run.log.eval_line({"loss": 1.23456789, "top1": 0.5, "top5": 0.98765432, "count": 57})
-    *_, text = capsys.readouterr().out.splitlines()
-    assert text == "epoch 3/4  eval  loss 1.234568  top1 0.500000  top5 0.987654  (57 samples)"
-    assert without_speed(log_of(tmp_path)) == [
-        {
-            "event": "eval",
-            "epoch": 2,
-            "global_step": 18,
-            "loss": 1.23456789,
-            "top1": 0.5,
-            "top5": 0.98765432,
-            "count": 57,
-        }
-    ]
 
 
 def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock, tmp_path):
     run = make_run(tmp_path, "--save-every", 4)
-    write, wait = run.files.write_checkpoint, run.files.wait
-    loading = Batches([])
+    write = run.files.write_checkpoint
 
     def slow_write(*arguments):
         clock.seconds += 0.125
         return write(*arguments)
 
-    def slow_wait():
-        clock.seconds += 0.125  # the save before takes so long
-        wait()
-
-    run.files.write_checkpoint, run.files.wait = slow_write, slow_wait
+    run.files.write_checkpoint = slow_write
     for _ in range(2):
         clock.seconds += 1.0  # the loader starts
         start_epoch(run)
@@ -361,111 +261,17 @@ def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock
             make_step(run, [1.0])
         clock.seconds += 0.5
         run.save("last.pt")
-        run.eval_model(loading)
+        run.eval_model()
         clock.seconds += 8.0
         run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     clock.seconds += 16.0
-    run.eval_model(loading)
+    run.eval_model()
     clock.seconds += 4.0
     run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
     lines = [line for line in log_of(tmp_path) if line["event"] == "eval"]
     times = [[line[name] for name in ("train_s", "eval_s", "save_s")] for line in lines]
     # The save of end_epoch comes after its line, and counts for the next one.
-    assert times == [[13.5, 8.0, 0.5], [13.5, 8.0, 0.75], [16.0, 4.0, 0.25]]
-
-
-class Bar:
-    """What tqdm was told."""
-
-    def __init__(self, **settings):
-        self.settings, self.told = settings, []
-        self.disable = settings["disable"] or (
-            settings["disable"] is None and not sys.stderr.isatty()
-        )
-
-    def update(self, n=1):
-        self.told.append(n)
-
-    def set_postfix_str(self, text):
-        self.told.append(text)
-
-    def close(self):
-        self.told.append("closed")
-
-
-def test_progress_bar_shows_the_position_and_the_figures(clock, tmp_path, monkeypatch, capsys):
-    bars = []
-    monkeypatch.setattr(
-        "machinery.log.tqdm",
-        lambda *_, **settings: bars.append(Bar(**settings)) or bars[-1],
-    )
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    run = make_run(tmp_path, "--log-every", 2, "--epochs", 3)
-    run.state.epoch, run.state.step, run.state.global_step = 1, 3, 9
-    batches = run.batches(Batches([(torch.zeros(1), torch.zeros(1))] * 3))
-    capsys.readouterr()
-    for losses, _ in zip(LOSSES, batches):
-        clock.seconds += 0.25
-        make_step(run, losses)
-    assert next(batches, None) is None
-    (bar,) = bars
-    assert (bar.settings["total"], bar.settings["initial"]) == (6, 3)
-    assert bar.settings["desc"] == "epoch 2/3"
-    assert [told for told in bar.told if not isinstance(told, str)] == [1, 1, 1]
-    assert bar.told[-1] == "closed" and not bar.disable and not bar.settings["leave"]
-    shown = [figures(told) for told in bar.told if isinstance(told, str) and told != "closed"]
-    assert [set(line) for line in shown] == [{"loss", "lr", "speed", "wait"}] * 2, (
-        "the bar says where"
-    )
-    assert column(shown, "speed") == [12, 6]
-    assert "loss" not in capsys.readouterr().out, "no plain lines beside the bar"
-    run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
-    assert "eval" in capsys.readouterr().out, "which follows the bar"
-    monkeypatch.setenv("RANK", "1")
-    start_epoch(run)
-    assert bars[1].disable, "one rank shows it"
-
-
-class Writer:
-    def __init__(self):
-        self.scalars = []
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-
-def test_tensorboard_gets_the_figures_of_the_log(clock, tmp_path):
-    run = make_run(tmp_path, "--log-every", 2)
-    run.files.tensorboard = Writer()
-    start_epoch(run)
-    for losses in LOSSES:
-        clock.seconds += 1
-        make_step(run, losses)
-    run.log.eval_line({"loss": 1.5, "top1": 0.5, "count": 57})
-    positions = {"event", "epoch", "step", "global_step", "count"}
-    wanted = [
-        (f"{line['event']}/{name}", value, line["global_step"])
-        for line in log_of(tmp_path)
-        for name, value in line.items()
-        if name not in positions
-    ]
-    assert sorted(run.files.tensorboard.scalars) == sorted(wanted) and len(wanted) == 3 * 6 + 5
-
-
-def test_tensorboard_goes_on_after_the_step_of_the_checkpoint(tmp_path, monkeypatch):
-    """What was drawn after the checkpoint is drawn again; TensorBoard must forget that alone."""
-    told = []
-    module = types.ModuleType("tensorboard")
-    module.SummaryWriter = lambda folder, **settings: told.append((folder, settings)) or Writer()
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    run = make_run(tmp_path, "--tensorboard")
-    run.state.global_step = run.state.step = 3
-    run.save("last.pt")
-    end(run)
-    make_run(tmp_path, "--tensorboard", "--resume", "auto").files.log.close()
-    folder = tmp_path / "run"
-    assert told == [(folder, {"purge_step": None}), (folder, {"purge_step": 4})]
-    assert make_run(tmp_path / "without").files.tensorboard is None
+    assert times == [[13.5, 8.0, 0.25], [13.5, 8.0, 0.375], [16.0, 4.0, 0.125]]
 
 
 @pytest.mark.parametrize("damage", ["torn", "foreign"])
@@ -498,15 +304,11 @@ def test_every_mode_logs_the_norm_of_the_whole_gradient_before_clipping(tmp_path
     assert len(wanted) == 6 and min(wanted) > 0.1
     reference = single_run(*argv, steps=1).gradients[0][0]
     assert math.sqrt(sum(g.square().sum().item() for g in reference.values())) == pytest.approx(
-        0.01,
-        rel=1e-3,
+        0.01, rel=1e-3
     )
     for mode, n in (("dp", 3), ("ddp", 2), ("spawn", 2)):
         found = train(mode, n, *argv, folder=tmp_path / mode, steps=0)
-        assert column(found.train_lines(), "grad_norm") == pytest.approx(
-            wanted,
-            rel=1e-9,
-        ), mode
+        assert column(found.train_lines(), "grad_norm") == pytest.approx(wanted, rel=1e-9), mode
         assert column(found.train_lines(), "skipped") == [0] * 6
 
 
@@ -524,19 +326,6 @@ def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
         capsys.readouterr()
         make_run(tmp_path, "--epochs", 3, "--resume", "auto").files.log.close()
         assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
-
-
-@pytest.mark.parametrize(
-    ("epoch", "step", "where"),
-    [(2, 0, "after epoch 2"), (3, 0, "after epoch 3"), (0, 4, "at epoch 1, step 4")],
-)
-def test_eval_only_says_what_it_evaluates(epoch, step, where, tmp_path, capsys):
-    run = make_run(tmp_path, "--epochs", 3)
-    run.state.epoch, run.state.step = epoch, step
-    run.save("last.pt")
-    end(run)
-    make_run(tmp_path, "--epochs", 3, "--eval-only", "--resume", "auto").files.log.close()
-    assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
 
 
 def print_closed(rank):
@@ -574,29 +363,7 @@ def test_tensorboard_shows_what_the_log_says(mode, n, tmp_path):
     ), "and only looks"
 
 
-def number_of_the_call(losses, k):
-    return losses * 0 + k
-
-
-def test_logged_loss_is_that_since_the_last_line(tmp_path):
-    patch = functools.partial(change_training_loss, number_of_the_call)
-    result = train(
-        "single", 1, *BASE, "--epochs", "1", "--log-every", "2", folder=tmp_path, patch=patch
-    )
-    assert [line["loss"] for line in result.train_lines()] == [0.5, 2.5, 4.5]
-
-
 # ---------------------------------------------------------------- a log that was left in the middle
-
-
-def test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn(finished, tmp_path):
-    shutil.copytree(finished.folder, tmp_path / "run")
-    shutil.copyfile(tmp_path / "run" / "epoch-0003.pt", tmp_path / "run" / "last.pt")
-    log = tmp_path / "run" / "metrics.jsonl"
-    log.write_text(log.read_text() + '{"event": "train", "epo')
-    resumed = train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path)
-    assert without_speed(resumed.lines) == without_speed(finished.lines)
-    assert len({json.dumps(line) for line in resumed.lines}) == len(resumed.lines)
 
 
 @pytest.mark.parametrize("line", ["{}", "5", '{"event": "eval", "global_step": 1}', "\udcff"])

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 from harness import deviation, rank_of_run, run_processes, single_run
-from launches import ROOT, TASKS, Launch, free_port, listening, send
+from launches import ROOT, TASKS, Launch, free_port, send
 from nodes import PORT, job, spawn, two_hosts
 from patches import BASE, spawn_launcher, stop_after, wrap_in_task
 
 import common
-import machinery.files
 import machinery.launch
-import machinery.processes
-import machinery.rendezvous
+import machinery.process
+import machinery.run
 import train_ddp
+import train_spawn
 
 GATED = (*BASE, "--task", str(TASKS / "gate.py"), "--timeout", "20")
 
@@ -58,18 +58,9 @@ def elastic(address, rank):
     ]
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1:2",
-        "--nproc-per-node=1",
-        "--max-restarts=3",
+        *"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3".split(),
     ]
     return [*command, *meet, str(ROOT / "train_ddp.py")]
-
-
-def run_sh(address, rank, port=PORT):
-    command = ["bash", str(ROOT / "run.sh"), "ddp", "1", "--nnodes", "2", "--node-rank", str(rank)]
-    return [*command, "--master-addr", address, "--master-port", str(port)]
 
 
 @contextlib.contextmanager
@@ -131,16 +122,11 @@ def test_two_hosts_are_one_device(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.netns
-@pytest.mark.parametrize(
-    ("launcher", "how"),
-    [pytest.param("run_sh", "cut", marks=pytest.mark.release), ("spawn", "killed")],
-)
-def test_lost_node_ends_the_job_which_goes_on_later(launcher, how, tmp_path):
+@pytest.mark.parametrize("how", [pytest.param("cut", marks=pytest.mark.release), "killed"])
+def test_lost_node_ends_the_job_which_goes_on_later(how, tmp_path):
     """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
     with two_hosts(own_names=False) as hosts:
-        commands = [
-            {"run_sh": run_sh, "spawn": spawn}[launcher](hosts[0].address, rank) for rank in (0, 1)
-        ]
+        commands = [spawn(hosts[0].address, rank) for rank in (0, 1)]
         commands[1] = ["env", f"PYTHONPATH={clock_ahead(tmp_path / 'clock')}", *commands[1]]
         with at_the_gate(hosts, tmp_path, commands) as (nodes, gate):
             if how == "killed":  # the kernel of the node is still there to say it
@@ -261,17 +247,10 @@ def alone_on_its_node(rank):
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 
 
-def test_each_node_says_why_it_ends(tmp_path):
-    for code, _, err in ranks(tmp_path, "--seed", "1", patch=alone_on_its_node):
-        assert code == 2 and err.splitlines()[-1].endswith(
-            "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same (exit code 2)"
-        ), err
-
-
 def stopped_with_ruined_weights(rank):
     alone_on_its_node(rank)
     stop_after(5, rank)
-    machinery.files.RunFiles.write_checkpoint = lambda *_: "non-finite values in weight"
+    machinery.run.RunFiles.write_checkpoint = lambda *_: "non-finite values in weight"
 
 
 def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
@@ -323,7 +302,7 @@ def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
         tmp_path, *own, patch=patch, common_options=["--timeout", "3"]
     )
     assert code1 == 2 and "--data-dir /nowhere: no such directory" in err1
-    assert code == machinery.processes.FAILED  # of which a launcher makes 1
+    assert code == machinery.process.FAILED  # of which a launcher makes 1
     assert (
         "the ranks have not met within --timeout. Check that every node was started"
         in err.splitlines()[-1]
@@ -331,32 +310,10 @@ def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.release)])
-def test_node_whose_partner_never_comes_says_so(rank, tmp_path):
-    """The others are not started, or look elsewhere."""
-    port = free_port() if rank == 0 else 1  # where nobody listens
-    with Launch(
-        run_sh("127.0.0.1", rank, port=port),
-        tmp_path,
-        *BASE,
-        "--timeout",
-        "3",
-        stdout=subprocess.DEVNULL,
-    ) as node:
-        assert node.end(timeout=60) == 1
-        told = " ".join(node.errors().splitlines()[-2:])  # the rank's last word and the launcher's
-        assert "the ranks have not met within --timeout. Check that every node was started" in told
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     argv = [
-        "--nproc",
-        "1",
-        "--nnodes",
-        "2",
-        "--node-rank",
+        *"--nproc 1 --nnodes 2 --node-rank".split(),
         str(rank),
         "--dist-url",
         f"tcp://127.0.0.1:{free_port()}",
@@ -375,69 +332,27 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--nnodes 2", "--nnodes 2 needs --node-rank"),
-        ("--nnodes 0", "--nnodes: must be a whole number, at least 1, got 0"),
+        ("--node-rank 2 --dist-url tcp://10.0.0.1:7", "--node-rank 2 must be below --nnodes 2"),
         (
-            "--nnodes 2 --node-rank 2 --master-addr 10.0.0.1",
-            "--node-rank 2 must be below --nnodes 2",
+            "--node-rank 1",
+            "--nnodes 2 needs --node-rank, which counts machines from 0, and --dist-url",
         ),
-        (
-            "--nnodes 2 --node-rank 1 --master-addr no-such-host.invalid",
-            "Name or service not known; it must lead to the node with --node-rank 0",
-        ),
-        (
-            "--nnodes 2 --node-rank 0 --master-addr 192.0.2.1",
-            "Cannot assign requested address",
-        ),
-        (
-            "--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port {port}",
-            "Address already in use",
-        ),
-        (
-            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 70000",
-            "--master-port: must be",
-        ),
-        ("--master-addr 10.0.0.1", "--node-rank and --master-addr have no effect without --nnodes"),
-        ("--node-rank 0", "--node-rank and --master-addr have no effect without --nnodes"),
-        (
-            "--nnodes 2 --node-rank 1",
-            "--nnodes 2 needs --node-rank, which counts machines from 0, and --master-addr HOST",
-        ),
-        (
-            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1:29500",
-            "--master-addr: must be a host name or an IPv4 address",
-        ),
-        (
-            "--nnodes 2 --node-rank 1 --master-addr fd00::1",
-            "must be a host name or an IPv4 address",
-        ),
-        (
-            "--nnodes 2 --node-rank 1 --master-addr a..b",
-            "it must lead to the node with --node-rank 0",
-        ),
-        ("--nnodes 1 --node-rank 1", "--node-rank 1 must be below --nnodes 1"),
-        (
-            "--nnodes 20 --node-rank 1 --master-addr 10.0.0.1",
-            "--batch-size 30 cannot be cut into 40 devices",
-        ),
+        ("--node-rank 1 --dist-url tcp://no-such-host.invalid:7", "Name or service not known"),
+        ("--node-rank 1 --dist-url tcp://a..b:7", "it must lead to the node with --node-rank 0"),
+        ("--node-rank 0 --dist-url tcp://192.0.2.1:7", "Cannot assign requested address"),
+        ("--node-rank 0 --dist-url tcp://127.0.0.1:{port}", "Address already in use"),
+        ("--node-rank 1 --dist-url tcp://fd00::1:7", "--dist-url: must be tcp://HOST:PORT"),
     ],
 )
 def test_several_nodes_are_checked_before_anything_is_started(
     options, words, tmp_path, monkeypatch
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        options, words = (text.format(port=taken.getsockname()[1]) for text in (options, words))
-        monkeypatch.setattr(sys, "argv", ["launch.py", "ddp", "2", *options.split(), *BASE])
-        monkeypatch.setattr(machinery.launch, "start", lambda *_: pytest.fail("it was started"))
+        argv = options.format(port=taken.getsockname()[1]).split()
+        monkeypatch.setattr(train_spawn.mp, "spawn", lambda *_, **__: pytest.fail("was started"))
         with pytest.raises(common.UsageError) as error:
-            machinery.launch.main()
+            train_spawn.main(["--nnodes", "2", *argv, *BASE])
     assert words in str(error.value)
-
-
-def test_url_of_the_first_node_is_checked_too():
-    with pytest.raises(common.UsageError, match=r"--dist-url X: .*Cannot assign requested address"):
-        machinery.rendezvous.check_address("--dist-url X", "192.0.2.1", 29500, 0, 2)
-    machinery.rendezvous.check_address("--dist-url X", "192.0.2.1", 29500, 1, 2)
 
 
 def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
@@ -445,14 +360,14 @@ def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
     hosts = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
     monkeypatch.setattr("socket.getaddrinfo", lambda host, port: [(0, 0, 0, "", (hosts[host], 0))])
     for name in ("localhost", "127.0.0.1"):
-        machinery.rendezvous.check_address("--master-addr X", name, 29500, 1, 2)
-    machinery.rendezvous.check_address(
+        machinery.process.check_address("--dist-url X", name, 29500, 1, 2)
+    machinery.process.check_address(
         "--dist-url X", "node0", 29500, 1, 1
     )  # alone it may be anything
     with pytest.raises(
         common.UsageError, match=r"node0 is 127.0.1.1 here, which other nodes cannot reach"
     ):
-        machinery.rendezvous.check_address("--master-addr X", "node0", 29500, 1, 2)
+        machinery.process.check_address("--dist-url X", "node0", 29500, 1, 2)
 
 
 def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capfd, handlers):
@@ -463,14 +378,14 @@ def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch, capfd, handlers)
             "Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error"
         )
 
-    monkeypatch.setattr(machinery.processes, "leave", sys.exit)  # of the tests' own process
+    monkeypatch.setattr(machinery.process, "leave", sys.exit)  # of the tests' own process
     monkeypatch.delenv("LAUNCH_PID", raising=False)
     last = []
     for rank in (None, "0"):  # one process, which meets nobody, has an error of its own
         if rank:
             monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:
-            machinery.processes.run_main(init)
+            machinery.process.run_main(init)
         assert end.value.code == 1
         last.append(capfd.readouterr().err.splitlines()[-1])
     assert last[0].startswith("RuntimeError: Gloo connectFullMesh failed")
@@ -489,9 +404,8 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
         nodes = []
         for rank in (0, 1):
             (tmp_path / str(rank)).mkdir()
-            command = run_sh("127.0.0.1", rank, port=port)
             node = Launch(
-                command,
+                spawn("127.0.0.1", rank, port),
                 tmp_path / str(rank),
                 *options,
                 stdout=subprocess.DEVNULL,
@@ -505,22 +419,6 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
         assert [node.end(timeout=60) for node in nodes] == [0, 0]
         for node in nodes:
             assert "stopped by SIGUSR1 after saving step" in node.errors().splitlines()[-1]
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=["USR1", "TERM"])
-def test_launcher_that_waits_for_the_others_can_be_stopped(number, tmp_path):
-    scratch = tmp_path / "tmp"
-    scratch.mkdir()
-    folders = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    with Launch(run_sh("127.0.0.1", 0, port=free_port()), tmp_path, *BASE, **folders) as node:
-        node.wait_for("meets the others")
-        node.wait_until(lambda: listening(node.ranks()))
-        send([node.process.pid], number)
-        assert node.end(timeout=20) == 128 + number
-        assert f"stopped by {number.name} with nothing to save" in node.errors().splitlines()[-1]
-    of_torch = "_remote_module_non_scriptable.py"  # torch 2.8 writes it when it is imported
-    assert not [path for path in scratch.rglob("*") if path.is_file() and path.name != of_torch]
 
 
 # -------------------------------------------------------------------------------------- Kubernetes
@@ -579,4 +477,4 @@ def test_pod_without_torchrun_is_refused(monkeypatch):
     for name, value in variables(1, 29500, "PyTorchJob").items():
         monkeypatch.setenv(name, value)
     with pytest.raises(common.UsageError, match=r"no launcher \('LOCAL_RANK' is not set\)"):
-        machinery.rendezvous.ranks_from_env()
+        common.ranks_from_env()

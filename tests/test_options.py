@@ -1,34 +1,28 @@
 """The command line: help, defaults, the range of each number, and the check before a run."""
 
-import copy
 import os
-import random
 import re
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from harness import TASKS, deviation, make_args, train
-from patches import BASE, in_process
+from harness import deviation, make_args, train
+from patches import BASE
 
 import common
-import machinery.check
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.tasks
+import machinery.process
+import machinery.run
+import machinery.usertask
 import task
 
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn"])
 def test_booleans_can_be_turned_off_and_help_is_readable(mode):
-    parser = machinery.options.build_parser(mode)
+    parser = machinery.cli.build_parser(mode)
     text = parser.format_help()
-    for name, value in vars(machinery.options.parse_args(mode, [])).items():
+    for name, value in vars(machinery.cli.parse_args(mode, [])).items():
         if isinstance(value, bool):
             option = name.replace("_", "-")
             assert getattr(parser.parse_args([f"--{option}"]), name) is True
@@ -53,15 +47,10 @@ def test_booleans_can_be_turned_off_and_help_is_readable(mode):
 
 
 def test_options_have_the_same_names_and_defaults_in_all_modes():
-    nodes = {"nnodes", "node_rank"}
-    own = {
-        "dp": {"replicas"},
-        "ddp": nodes | {"master_addr", "master_port"},
-        "spawn": nodes | {"nproc", "dist_url"},
-    }
-    plain = vars(machinery.options.parse_args("single", []))
+    own = {"dp": {"replicas"}, "spawn": {"nproc", "nnodes", "node_rank", "dist_url"}}
+    plain = vars(machinery.cli.parse_args("single", []))
     for mode in ("dp", "ddp", "spawn"):
-        args = vars(machinery.options.parse_args(mode, []))
+        args = vars(machinery.cli.parse_args(mode, []))
         assert {
             name: value for name, value in args.items() if name not in own.get(mode, ())
         } == plain
@@ -70,7 +59,7 @@ def test_options_have_the_same_names_and_defaults_in_all_modes():
 
 @pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])
 def test_local_rank_is_accepted_in_both_spellings(spelling):
-    assert machinery.options.parse_args("ddp", [spelling]).local_rank == 3
+    assert machinery.cli.parse_args("ddp", [spelling]).local_rank == 3
 
 
 DEFAULTS = {
@@ -97,7 +86,6 @@ DEFAULTS = {
     "step_epochs": [],
     "step_gamma": 0.1,
     "final_lr": 0.0,
-    "swa_start": 0.75,
     "scale_lr": "none",
     "clip_grad_norm": None,
     "label_smoothing": 0.1,
@@ -121,6 +109,7 @@ DEFAULTS = {
     "tensorboard": False,
     "device": "auto",
     "deterministic": False,
+    "check": True,
 }
 
 
@@ -171,16 +160,16 @@ def test_ranges(name):
 def test_folder_of_a_run_without_a_name(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     args = make_args("single", "--model", "resnet9")
-    folder = machinery.files.output_directory(args)
+    folder = machinery.run.output_directory(args)
     assert folder.parent == Path("runs")
     assert re.fullmatch(rf"digits-resnet9-\d{{8}}-\d{{6}}-{os.getpid()}", folder.name)
     for run_id, unique in (("none", str(os.getpid())), ("job-7", "job-7")):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-        assert machinery.files.output_directory(args).name.endswith(f"-{unique}")
+        assert machinery.run.output_directory(args).name.endswith(f"-{unique}")
     args.task = "somewhere/flowers.py"
-    assert machinery.files.output_directory(args).name == "flowers-job-7"
+    assert machinery.run.output_directory(args).name == "flowers-job-7"
     args.output_dir = "here"
-    assert machinery.files.output_directory(args) == Path("here")
+    assert machinery.run.output_directory(args) == Path("here")
 
 
 # ----------------------------------------------------------------------- what may differ, and where
@@ -210,7 +199,6 @@ CHANGED = {  # another value of every option
     "step_epochs": [3],
     "step_gamma": 0.2,
     "final_lr": 0.1,
-    "swa_start": 0.5,
     "scale_lr": "linear",
     "clip_grad_norm": 1.0,
     "label_smoothing": 0.2,
@@ -234,11 +222,12 @@ CHANGED = {  # another value of every option
     "tensorboard": True,
     "device": "cpu",
     "deterministic": True,
+    "check": False,
 }
 THE_SAME_RUN = {"data_dir", "download", "skip_corrupt", "workers", "weights", "epochs", "compile"}
 THE_SAME_RUN |= {"channels_last", "find_unused_parameters", "timeout", "output_dir", "resume"}
 THE_SAME_RUN |= {"save_every", "keep_every", "eval_only", "log_every", "tensorboard", "device"}
-THE_SAME_RUN |= {"deterministic"}
+THE_SAME_RUN |= {"deterministic", "check"}
 ANOTHER_EVALUATION = {"dataset", "image_size", "model", "dtype", "average"}
 ANOTHER_EVALUATION |= {"optimizer", "freeze", "label_smoothing"}
 
@@ -254,7 +243,7 @@ def test_what_may_change_at_resume(name):
         config = {**vars(args), name: CHANGED[name]}
         vars(args).update(changes)
         try:
-            machinery.files.check_config(args, config, path)
+            machinery.run.check_config(args, config, path)
         except common.UsageError as error:
             option = name.replace("_", "-")
             told = f"--{option} {DEFAULTS[name]}: {path} was made with {CHANGED[name]}; use that"
@@ -267,17 +256,26 @@ def test_what_may_change_at_resume(name):
         assert refused(eval_only=True) == (name in ANOTHER_EVALUATION)
     args, config = make_args(), vars(make_args())
     del config[name]
-    machinery.files.check_config(args, config, path)  # of a version that did not have the option
+    machinery.run.check_config(args, config, path)  # of a version that did not have the option
 
 
-OF_A_NODE = {"data_dir", "download", "output_dir", "resume", "weights", "workers", "device"}
+OF_A_NODE = {
+    "data_dir",
+    "download",
+    "output_dir",
+    "resume",
+    "weights",
+    "workers",
+    "device",
+    "check",
+}
 
 
 def test_what_may_differ_between_nodes():
     modes = ("single", "dp", "ddp", "spawn")
     known = set().union(*(vars(make_args(mode, "--device", "cpu")) for mode in modes))
-    several = {"task", "local_rank", "node_rank", "master_addr", "master_port", "dist_url"}
-    found = machinery.options.keys(machinery.options.PER_NODE)
+    several = {"task", "local_rank", "node_rank", "dist_url"}
+    found = machinery.cli.keys(machinery.cli.PER_NODE)
     assert OF_A_NODE | several == found and known >= found
 
 
@@ -299,64 +297,6 @@ def test_image_size_without_effect_is_refused(dataset, folder):
     ][0][0].shape == (3, 16, 16)
 
 
-def test_power_sgd_with_a_changing_scale_is_refused():
-    with pytest.raises(common.UsageError, match="cannot follow the loss scale of --amp fp16"):
-        make_args("spawn", "--grad-compress", "powersgd", "--amp", "fp16")
-    for fine in (["--amp", "bf16"], []):
-        assert make_args("spawn", "--grad-compress", "powersgd", *fine).grad_compress == "powersgd"
-
-
-def test_power_sgd_on_the_cpu_beside_a_gpu_is_refused(monkeypatch):
-    """Torch's hook waits for the GPU that the buckets are on, if there is a GPU."""
-    argv = ["--grad-compress", "powersgd", "--device", "cpu"]
-    assert make_args("spawn", *argv).grad_compress == "powersgd"
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    with pytest.raises(
-        common.UsageError,
-        match=r"powersgd on the CPU: .* hide the GPU with CUDA_VISIBLE_DEVICES=''",
-    ):
-        make_args("spawn", *argv)
-    assert make_args("spawn", "--device", "cpu").grad_compress == "none"
-
-
-def print_traces():
-    def traces():
-        threads = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("Threads")
-        )
-        states = (
-            random.getstate(),
-            np.random.get_state()[1].tolist(),
-            torch.get_rng_state().tolist(),
-        )
-        return threads, torch.get_num_threads(), states
-
-    torch.set_num_threads(2)
-    # The samples of faulty.py are loaded one by one.
-    for argv in (["--model", "resnet9"], ["--task", str(TASKS / "faulty.py")]):
-        args = make_args("single", *argv)
-        own = machinery.tasks.load_task(args)
-        train_set, val_set = own.build_datasets(args)
-        net = machinery.tasks.build_net(args, own)
-        state = copy.deepcopy(net.state_dict())
-        before = traces()
-        machinery.check.check_run(args, own, train_set, val_set, net)
-        # A thread that was joined may leave the system a little later.
-        deadline = time.monotonic() + 10
-        while before != (after := traces()) and time.monotonic() < deadline:
-            pass
-        same = all(value.equal(state[name]) for name, value in net.state_dict().items())
-        print(before == after, same)
-
-
-def test_check_starts_no_thread_and_draws_no_random_number():
-    """Nor does it touch the statistics of BatchNorm."""
-    assert in_process(print_traces) == "True True\n" * 2
-
-
 STATEFUL = """import numpy as np, torch
 from small import build_model, per_sample_loss, per_sample_metrics
 from torch.utils.data import TensorDataset
@@ -373,7 +313,7 @@ def checked(rank):
     """Let the script check, as it does outside of these tests."""
     for mode in ("single", "dp", "ddp", "spawn", "fsdp"):
         if script := sys.modules.get(f"train_{mode}"):
-            script.check_run = machinery.check.check_run
+            script.check_run = machinery.usertask.check_run
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2)])
@@ -429,21 +369,9 @@ def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
     make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))
 
 
-def test_final_rate_without_effect_is_refused():
-    with pytest.raises(
-        common.UsageError, match=r"--final-lr 0.1 has no effect on --schedule const"
-    ):
-        make_args("single", "--final-lr", "0.1", "--schedule", "constant")
-    assert make_args("single", "--final-lr", "0.1").final_lr == 0.1
-    with pytest.raises(
-        common.UsageError, match=r"--step-gamma 0.9 has no effect on --schedule cosine; use step"
-    ):
-        make_args("single", "--step-gamma", "0.9")
-
-
 def test_hint_is_a_whole_choice():
     """A task's choices may hold dots."""
-    parser = machinery.options.build_parser("single")
+    parser = machinery.cli.build_parser("single")
     parser.add_argument("--drop", choices=["0.1", "0.25"])
     with pytest.raises(common.UsageError, match=r"did you mean 0\.25\?"):
         parser.parse_args(["--drop", "0.2"])

@@ -27,14 +27,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import common
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
+import machinery.modes
+import machinery.process
 import machinery.run
-import machinery.stand_ins
-import machinery.state
 import sampling
 
 # ----------------------------------------------------------------------------------------------- 04
@@ -340,19 +337,19 @@ def hide_files_from_rank_1(rank):
         raise FileNotFoundError(path)
 
     if rank == 1:
-        machinery.files.load_checkpoint = missing
+        machinery.run.load_checkpoint = missing
 
 
 def save_slowly(rank):
     """Rank 0 has a slow disk; print when it has saved, and when each rank leaves."""
-    save, destroy = machinery.files.save_checkpoint, dist.destroy_process_group
+    save, destroy = machinery.run.save_checkpoint, dist.destroy_process_group
 
     def slow_save(*arguments):
         time.sleep(0.5)
         save(*arguments)
         print("saved", time.monotonic())
 
-    machinery.files.save_checkpoint = slow_save
+    machinery.run.save_checkpoint = slow_save
     dist.destroy_process_group = lambda: (print("left", time.monotonic()), destroy())
 
 
@@ -393,8 +390,8 @@ def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
 def on_two_nodes(rank):
     """Each rank is the first, and only, process of its machine."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    save = machinery.files.save_checkpoint
-    machinery.files.save_checkpoint = lambda content, *paths: (
+    save = machinery.run.save_checkpoint
+    machinery.run.save_checkpoint = lambda content, *paths: (
         [print("saves", rank) for _ in paths],
         save(content, *paths),
     )
@@ -402,7 +399,7 @@ def on_two_nodes(rank):
 
 def gate_on_local_rank(rank):
     on_two_nodes(rank)
-    machinery.run.get_rank = machinery.state.get_rank = lambda: int(os.environ["LOCAL_RANK"])
+    machinery.run.get_rank = common.get_rank = lambda: int(os.environ["LOCAL_RANK"])
     machinery.run.Run._open = open_own_folder
 
 

@@ -3,7 +3,6 @@
 import argparse
 import copy
 import functools
-import itertools
 import json
 
 import pytest
@@ -15,13 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import common
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
+import machinery.modes
+import machinery.process
 import machinery.run
-import machinery.stand_ins
 import train_ddp
 
 # ----------------------------------------------------------------------------------------------- 02
@@ -425,11 +422,11 @@ def drop_with_one_seed():
 
 def print_masks(rank):
     """Print `mask [rank, dropped units]` for every forward of a dropout layer in training."""
-    forward, calls = nn.Dropout.forward, itertools.count()
+    forward = nn.Dropout.forward
 
     def watched(self, value):
         output = forward(self, value)
-        if self.training and next(calls) > 0:  # the first call is that of settle_buckets
+        if self.training:
             print("mask", json.dumps([rank, (output == 0).int().flatten().tolist()]))
         return output
 
@@ -508,10 +505,7 @@ def test_pitfall_33_cpu_ranks_train_one_model(tmp_path):
         "single",
         1,
         *BASE,
-        "--epochs",
-        "1",
-        "--lr",
-        "0",
+        *"--epochs 1 --lr 0".split(),
         folder=tmp_path / "start",
         patch=print_weights,
     )

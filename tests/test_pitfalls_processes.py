@@ -37,13 +37,11 @@ from runs import CPU
 from torch.utils.data import DataLoader, Dataset
 
 import common
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
+import machinery.modes
+import machinery.process
 import machinery.run
-import machinery.stand_ins
 import train_ddp
 
 # ----------------------------------------------------------------------------------------------- 06
@@ -166,7 +164,7 @@ def test_pitfall_16_local_rank_option_of_old_launchers():
     for mode in ("single", "dp", "ddp", "spawn"):
         for spelling in ("--local-rank", "--local_rank"):
             assert (
-                machinery.options.parse_args(mode, [f"{spelling}=1"]).local_rank == 1
+                machinery.cli.parse_args(mode, [f"{spelling}=1"]).local_rank == 1
             )  # from a real old launcher: pitfall 40
 
 
@@ -186,7 +184,7 @@ def second_rank_starts():
         print("init_process_group", backend)
         raise Joined
 
-    machinery.processes.resolve_device_type = lambda name: "cuda"
+    common.resolve_device_type = lambda name: "cuda"
     torch.accelerator.device_count = lambda: 2
     torch.accelerator.set_device_index = lambda index: print("set_device_index", index)
     dist.init_process_group = init_process_group
@@ -342,7 +340,7 @@ class WorkerPids(Dataset):
 
 
 def print_threads_beside_accelerators(cores, processes):
-    machinery.processes.resolve_device_type = lambda name: "cuda"
+    common.resolve_device_type = lambda name: "cuda"
     torch.accelerator.device_count = lambda: 4
     torch.accelerator.set_device_index = lambda index: None
     print_threads(cores, processes)
@@ -355,7 +353,7 @@ def print_threads(cores, processes, **environment):
     os.sched_getaffinity = lambda process: set(range(cores))
     if processes:
         os.environ["LOCAL_WORLD_SIZE"] = str(processes)
-    machinery.processes.set_up_device("cpu")
+    common.set_up_device("cpu")
     print(torch.get_num_threads())
 
 
@@ -364,7 +362,7 @@ def print_threads_of_spawned():
     os.sched_getaffinity = lambda process: set(range(8))
 
     def worker(local_rank, args):
-        machinery.processes.set_up_device("cpu")
+        common.set_up_device("cpu")
         print(torch.get_num_threads())
         return 0
 
@@ -476,10 +474,7 @@ def test_pitfall_39_nothing_outlives_torchrun(tmp_path):
     """The ranks of a torchrun that was killed train on, unseen: nothing tells them that their launcher is gone."""
     command = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
+        *"-m torch.distributed.run --standalone --nproc-per-node=2".split(),
         str(ROOT / "train_ddp.py"),
     ]
     command += [*BASE, *ENDLESS, "--output-dir", str(tmp_path / "run")]
@@ -522,11 +517,7 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
 
     argv = [
         *BASE,
-        "--nproc",
-        "1",
-        "--nnodes",
-        "2",
-        "--dist-url",
+        *"--nproc 1 --nnodes 2 --dist-url".split(),
         f"tcp://127.0.0.1:{port}",
         "--output-dir",
         str(tmp_path / "spawn"),
@@ -549,15 +540,7 @@ def test_pitfall_40_unusable_address_is_an_error(url, tmp_path):
     """The launcher of the second machine waits for ever at an address where nobody can be: it must say so at once."""
     argv = [
         *BASE,
-        "--nproc",
-        "1",
-        "--nnodes",
-        "2",
-        "--node-rank",
-        "1",
-        "--timeout",
-        "5",
-        "--output-dir",
+        *"--nproc 1 --nnodes 2 --node-rank 1 --timeout 5 --output-dir".split(),
         str(tmp_path / "run"),
     ]
     target = functools.partial(spawn_launcher, argv + (["--dist-url", url] if url else []))
@@ -580,14 +563,14 @@ def print_ranks_of_slurm():
         "STEP_TASKS_PER_NODE": "4,3",
     }
     os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
-    machinery.options.parse_args("ddp", [])
+    machinery.cli.parse_args("ddp", [])
     with pytest.raises(common.UsageError, match="no launcher"):
-        machinery.rendezvous.ranks_from_env()
+        common.ranks_from_env()
     os.environ.update({f"SLURM_{name}": value for name, value in step.items()})
     with pytest.raises(common.UsageError, match=r"cannot be cut into 7 devices"):
-        machinery.options.parse_args("ddp", ["--batch-size", "6"])
+        machinery.cli.parse_args("ddp", ["--batch-size", "6"])
     print(
-        *machinery.rendezvous.ranks_from_env(),
+        *common.ranks_from_env(),
         *(os.environ[name] for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
     )
 
@@ -617,11 +600,11 @@ def test_pitfall_40_address_from_slurm(nodes, tasks, address, monkeypatch):
     slurm = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "1", "STEP_NUM_TASKS": "5"}
     for name, value in {**slurm, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": tasks}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert machinery.rendezvous.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == address
-    assert not machinery.rendezvous.take_ranks_of_slurm(), "torchrun under srun has named the ranks"
+    assert machinery.process.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == address
+    assert not machinery.process.take_ranks_of_slurm(), "torchrun under srun has named the ranks"
     monkeypatch.delenv("RANK")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert machinery.rendezvous.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
+    assert machinery.process.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
 
 
 # ----------------------------------------------------------------------------------------------- 41

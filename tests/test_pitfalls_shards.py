@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import common
-import machinery.sharding
-import machinery.state
+import machinery.modes
 
 LIMIT = 0.1  # of the norm of the gradient
 
@@ -25,7 +24,7 @@ def small_net():
 
 def sharded(net, mesh=None):
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    machinery.sharding.shard(net, [net[0]], mesh)
+    machinery.modes.shard(net, [net[0]], mesh)
     return net
 
 
@@ -91,7 +90,7 @@ def save_shards():
     parts = {name: value.to_local() for name, value in net.state_dict().items()}
     with pytest.raises(RuntimeError, match="size mismatch"):
         plain.load_state_dict(parts)
-    saved = machinery.state.whole(net.state_dict())
+    saved = common.whole(net.state_dict())
     if dist.get_rank() == 0:
         with torch.no_grad():
             for parameter in plain.parameters():
@@ -113,7 +112,7 @@ def test_pitfall_44_a_shard_saved_as_the_whole():
 
 
 def gather():
-    values = machinery.state.whole(sharded(small_net()).state_dict()).values()
+    values = common.whole(sharded(small_net()).state_dict()).values()
     print("whole" if all(isinstance(value, torch.Tensor) for value in values) else "took part")
 
 

@@ -8,8 +8,8 @@ import torch
 from harness import ROOT, make_sampler
 
 import common
-import machinery.options
-from machinery.tasks import Task
+import machinery.cli
+from machinery.usertask import Task
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 
@@ -25,7 +25,7 @@ def test_rows_name_what_is_there():
     """Options, functions of common.py and sampling.py, functions of a task, lines of the scripts."""
     files = ("train_ddp.py", "train_spawn.py", "sampling.py", "examples/other_project.py")
     code = "".join((ROOT / name).read_text() for name in files)
-    options = {option.name for option in machinery.options.OPTIONS}
+    options = {option.name for option in machinery.cli.OPTIONS}
     checked = 0
     for _, here, difference in rows("Lightning") + rows("Accelerate"):
         for span in re.findall(r"`([^`]+)`", f"{here} {difference}"):
@@ -47,7 +47,7 @@ def test_options_of_the_rows_are_accepted():
         for span in re.findall(r"`(--[^`]+)`", here):
             alone = span in ("--optimizer", "--lr", "--schedule")
             if not alone and "FILE" not in span and "--resume auto" not in span:
-                machinery.options.build_parser("ddp").parse_args(shlex.split(span))
+                machinery.cli.build_parser("ddp").parse_args(shlex.split(span))
 
 
 def test_batch_of_lightning_as_the_page_translates_it():
@@ -55,7 +55,7 @@ def test_batch_of_lightning_as_the_page_translates_it():
     (command,) = re.findall(r"```\nbash run\.sh (.*)\n```", PAGE)
     mode, n, *argv = shlex.split(command)
     per_device, devices, pieces = map(int, re.search(r"(\d+) × (\d+) × (\d+)\.", PAGE).groups())
-    args = machinery.options.build_parser(mode).parse_args(argv)
+    args = machinery.cli.build_parser(mode).parse_args(argv)
     assert (args.batch_size, args.accum_steps, int(n)) == (128, pieces, devices)
     for rank in range(devices):
         sampler = make_sampler(256, args.batch_size, rank, devices, args.accum_steps)

@@ -1,11 +1,8 @@
 """A resumed run is the run that it resumes, bitwise; another run is refused; what the folder of a run holds by then."""
 
-import copy
 import functools
-import multiprocessing
 import os
 import shutil
-import signal
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from harness import (
     TASKS,
     compare,
     factor_of,
-    guard_of,
     loader_of,
     make_args,
     make_sampler,
@@ -23,38 +19,16 @@ from harness import (
     walk,
 )
 from patches import BASE, call_in_task, stop_after, without_speed, wrap_in_task
-from runs import CPU, make_run, make_step, start_epoch
-from short_runs import EVERYTHING, SMALL, SWA
+from runs import make_run, make_step, start_epoch
+from short_runs import EVERYTHING, SMALL
 from torch import nn
 
 import common
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
+import machinery.process
 import machinery.run
-import machinery.tasks
-
-
-def stop_at(step):
-    """A patch that sends this process's rank 0 a real SIGTERM after a step; see `train`."""
-    return Stopper(step)
-
-
-class Stopper:
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, rank):
-        end_step, at = machinery.run.Run.end_step, self.step
-
-        def end_step_and_signal(run, grad_norm):
-            if rank == 0 and run.state.global_step + 1 == at:
-                os.kill(os.getpid(), signal.SIGTERM)
-            end_step(run, grad_norm)
-
-        machinery.run.Run.end_step = end_step_and_signal
+import machinery.usertask
 
 
 @pytest.mark.parametrize("step", [*(pytest.param(s, marks=pytest.mark.long) for s in (1, 5)), 6, 9])
@@ -68,7 +42,9 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
         "ema",
     )  # dropout and BatchNorm too
     straight = undisturbed(mode, n, *argv)
-    stopped = train(mode, n, *argv, folder=tmp_path / "resumed", patch=stop_at(step))
+    stopped = train(
+        mode, n, *argv, folder=tmp_path / "resumed", patch=functools.partial(stop_after, step)
+    )
     assert stopped.code == 143, stopped.err
     assert step <= stopped.checkpoint()["global_step"] <= step + 2, (
         "the boundary that all ranks agree on comes at most a step later"
@@ -92,42 +68,11 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
 )
 def test_checkpoint_of_one_mode_and_world_size_resumes_in_any_other(mode, n, tmp_path):
     argv = (*SMALL, "--dtype", "float64")
-    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=stop_at(9))
+    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=functools.partial(stop_after, 9))
     assert stopped.code == 143
     resumed = train(mode, n, *argv, "--resume", "auto", folder=tmp_path, steps=0)
     deviations = compare(resumed, single_run(*argv))
     assert max(deviations.values()) <= 1e-10, deviations
-
-
-def test_resume_on_three_ranks_is_bitwise(tmp_path):
-    """With three ranks or more the last bit of a sum depends on where in DDP's bucket a gradient stands."""
-    argv = (
-        "--task",
-        TASKS / "everything.py",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "30",
-        "--timeout",
-        "30",
-    )
-    straight = train("ddp", 3, *argv, folder=tmp_path / "straight")
-    stopped = train("ddp", 3, *argv, folder=tmp_path, patch=functools.partial(stop_after, 2))
-    assert stopped.code == 143
-    resumed = train("ddp", 3, *argv, "--resume", "auto", folder=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert all(
-        tensor.equal(straight.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
-
-
-def test_scaler_goes_on_where_it_was_saved():
-    first, second = (guard_of(make_args(), CPU, torch.nn.Linear(1, 1)) for _ in range(2))
-    first.skipped.fill_(3)
-    first.in_a_row.fill_(2)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert (second.skipped, second.in_a_row) == (3, 2)
 
 
 def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
@@ -148,7 +93,7 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     """What a launcher starts again goes on without --resume, in the directory of the first attempt."""
     result = train("single", 1, *BASE, "--epochs", "1", folder=tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    find = machinery.files.find_checkpoint
+    find = machinery.run.find_checkpoint
     path, found = find(
         make_args("ddp", *BASE, "--epochs", "1", "--output-dir", str(result.folder)), 203
     )
@@ -174,24 +119,15 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     with pytest.raises(common.UsageError, match="--output-dir is needed for torchrun"):
         find(make_args("ddp", *BASE), 203)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    shutil.copytree(result.folder, machinery.files.output_directory(make_args("ddp", *BASE)))
+    shutil.copytree(result.folder, machinery.run.output_directory(make_args("ddp", *BASE)))
     path, found = find(make_args("ddp", *BASE), 203)
-    assert found["global_step"] == 6 and path.parts[-3:] == (
-        "runs",
-        "pit_models-one",
-        "last.pt",
-    )
-
-
-def leave_at_once():
-    machinery.processes.wait_for_writer()  # the save before the evaluation is whole
-    os._exit(9)
+    assert found["global_step"] == 6 and path.parts[-3:] == ("runs", "pit_models-one", "last.pt")
 
 
 def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
     straight = train("single", 1, *EVERYTHING, folder=tmp_path / "straight")
     patch = functools.partial(
-        call_in_task, "per_sample_metrics", 11, leave_at_once
+        call_in_task, "per_sample_metrics", 11, functools.partial(os._exit, 9)
     )  # eight batches each
     assert train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch).code == 9
     resumed = train("single", 1, *EVERYTHING, "--resume", "auto", folder=tmp_path)
@@ -228,26 +164,6 @@ def test_workers_load_nothing_that_a_resumed_run_skips(tmp_path):
         assert len(batches) == 12 and len(set(batches)) == 12
     assert [int(line) for line in (tmp_path / "loaded").read_text().split()] == 2 * batches
     loader._iterator._shutdown_workers()
-
-
-def test_interrupted_swa_goes_on_bitwise(tmp_path):
-    argv = (*SWA[:-1], "8")  # averaged after epochs 7 and 8
-    straight = single_run(*argv)
-    assert (
-        train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 45)).code
-        == 143
-    )
-    last = tmp_path / "run" / "last.pt"
-    looked = train("single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "looked")
-    assert looked.eval_lines()[0]["loss"] == straight.eval_lines()[6]["loss"], (
-        "within an epoch the average has the statistics that it was last evaluated with"
-    )
-    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    for name, value in straight.checkpoint()["average"].items():
-        assert torch.equal(
-            torch.as_tensor(resumed.checkpoint()["average"][name]), torch.as_tensor(value)
-        ), name
-    assert without_speed(resumed.lines) == without_speed(straight.lines)
 
 
 # ---------------------------------------------------------------------- the same run or another one
@@ -329,15 +245,11 @@ def test_more_epochs_follow_the_longer_schedule_from_the_first_step(finished, tm
         "single",
         1,
         *SMALL,
-        "--epochs",
-        "6",
-        "--log-every",
-        "1",
-        "--resume",
+        *"--epochs 6 --log-every 1 --resume".split(),
         finished.folder / "last.pt",
         folder=tmp_path,
     )
-    args = machinery.options.parse_args("single", [*SMALL, "--epochs", "6"])
+    args = machinery.cli.parse_args("single", [*SMALL, "--epochs", "6"])
     expected = [0.1 * factor_of(args, step, 6) for step in range(24, 36)]
     assert [line["lr"] for line in longer.train_lines()] == pytest.approx(expected, rel=1e-12)
 
@@ -351,12 +263,11 @@ def test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were(tmp_path, ha
     make_step(run, [2.0])
     run.save("last.pt")
     folder = run.files.directory
-    run.files.wait()
-    machinery.processes.at_end.close()  # its lock
+    machinery.process.at_end.close()  # its lock
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(common.UsageError, match="does not fit the model or the optimizer"):
         make_run(tmp_path, "--resume", folder / "early.pt", net=nn.Linear(3, 2).double())
-    machinery.processes.at_end.close()
+    machinery.process.at_end.close()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     make_run(tmp_path, "--resume", folder / "early.pt")
     assert (folder / "last.pt").read_bytes() != before["last.pt"], "one that fits takes its place"
@@ -366,7 +277,6 @@ def test_checkpoint_lacks_nothing(tmp_path, handlers):
     """A file without one of its parts is refused by name."""
     run = make_run(tmp_path)
     run.save("last.pt")
-    run.files.wait()
     whole = torch.load(run.files.directory / "last.pt", weights_only=True)
     names = ["model", "optimizer", "scheduler", "scaler", "average", "log", "config"]
     names += ["epoch", "step", "global_step", "samples", "classes"]
@@ -420,37 +330,6 @@ def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, mess
         assert len(resumed.err.splitlines()) == 1, "rank 0 speaks for all"
 
 
-def put_a_module_into_args(model, args):
-    args.made_by_the_task = multiprocessing
-    return model
-
-
-def test_what_a_task_puts_into_its_arguments_does_not_spoil_the_checkpoint(tmp_path):
-    argv = ["--batch-size", "500", "--epochs", "1"]
-    result = train(
-        "ddp",
-        2,
-        *argv,
-        folder=tmp_path,
-        patch=functools.partial(change_task, "build_model", put_a_module_into_args),
-    )
-    assert result.code == 0, result.err
-    assert "made_by_the_task" not in common.load_checkpoint(result.folder / "last.pt")["config"]
-
-
-def test_task_may_move_to_another_folder(tmp_path):
-    moved = shutil.copy(TASKS / "small.py", tmp_path / "small.py")
-    argv = ("--batch-size", "30", "--output-dir", tmp_path / "run")
-    first = train(
-        "single", 1, *argv, "--task", TASKS / "small.py", "--epochs", "1", folder=tmp_path
-    )
-    result = train(
-        "single", 1, *argv, "--task", moved, "--epochs", "2", "--resume", "auto", folder=tmp_path
-    )
-    assert first.code == result.code == 0, result.err
-    assert result.checkpoint()["epoch"] == 2
-
-
 def test_checkpoint_of_another_format_is_refused(tmp_path):
     torch.save({"format": common.FORMAT + 1}, tmp_path / "later.pt")
     with pytest.raises(
@@ -488,46 +367,6 @@ def test_going_back_to_an_older_checkpoint_is_going_back(tmp_path):
     assert "resumed at epoch 2, step 0" in resumed.out and without_speed(resumed.lines) == before
 
 
-def test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "best.pt").touch()
-    result = train("single", 1, *BASE, "--resume", "auto", folder=tmp_path)
-    assert (
-        result.code == 2
-        and f"no last.pt in {tmp_path / 'run'}, but best.pt; name that file" in result.err
-    )
-
-
-def let_another_run_end(theirs, ours, rank):
-    """Another run in the folder ends just before this one takes the lock."""
-    flock = machinery.files.fcntl.flock
-
-    def locked(*arguments):
-        shutil.copytree(theirs, ours, dirs_exist_ok=True)
-        flock(*arguments)
-
-    machinery.files.fcntl.flock = locked
-
-
-def test_run_that_ended_while_this_one_was_starting_is_not_overwritten(tmp_path):
-    argv = ["--batch-size", "500", "--epochs", "1"]
-    train("single", 1, *argv, folder=tmp_path / "theirs")
-    patch = functools.partial(let_another_run_end, tmp_path / "theirs" / "run", tmp_path / "run")
-    result = train("single", 1, *argv, "--resume", "auto", folder=tmp_path, patch=patch)
-    assert result.code == 0 and "resumed after all 1 epochs" in result.out, result.out + result.err
-
-
-def test_finished_run_says_how_it_would_go_on(tmp_path):
-    argv = ["--batch-size", "500", "--epochs", "1"]
-    train("single", 1, *argv, folder=tmp_path)
-    again = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    assert (
-        again.code == 0
-        and "resumed after all 1 epochs: nothing is left to do; a larger --epochs goes on"
-        in again.out
-    )
-
-
 def test_resume_from_elsewhere_does_not_overwrite_another_run(tmp_path):
     first, second = (
         train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / name)
@@ -561,7 +400,7 @@ class start_another_run_in:
             argv = [*SMALL, "--output-dir", str(self.folder / "run")]
             child = os.fork()
             if not child:
-                os._exit(machinery.processes.run_main(lambda: train_single.main(argv)))
+                os._exit(machinery.process.run_main(lambda: train_single.main(argv)))
             print("second run:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             save(run, *names)
 
@@ -572,15 +411,3 @@ def test_second_run_in_one_folder_is_refused(tmp_path):
     result = train("single", 1, *SMALL, folder=tmp_path, patch=start_another_run_in(tmp_path))
     assert result.code == 0, result.err
     assert "second run: 2" in result.out and "another run is writing there" in result.err
-
-
-def test_state_of_an_optimizer_that_cannot_be_fused_is_restored(tmp_path):
-    """A reader adds an optimizer: its parameter groups have no entry `fused`."""
-    state = make_run(tmp_path).state
-    state.optimizer = torch.optim.Rprop(state.net.parameters(), lr=0.5)
-    state.optimizer.param_groups[0]["initial_lr"] = 0.5
-    checkpoint = copy.deepcopy(state.checkpoint())
-    for parameter in state.net.parameters():
-        parameter.data.fill_(3)
-    state.restore(checkpoint)
-    assert torch.equal(state.net.weight, checkpoint["model"]["weight"])

@@ -1,12 +1,9 @@
 """Which samples a rank sees, in which order, how augmented and by whom loaded: properties checked over every small case."""
 
 import itertools
-import random
 import subprocess
 import sys
-import tracemalloc
 from argparse import Namespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -82,19 +79,6 @@ def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_st
         )
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_evaluation_shards_partition_the_data_unpadded(world_size):
-    for length in range(1, 41):
-        for batch_size in (1, 3, 7, 40):
-            shards = [
-                sampling.ShardSampler(length, batch_size, rank, world_size)
-                for rank in range(world_size)
-            ]
-            indices = [index for shard in shards for _, batch in shard for index in batch]
-            assert sorted(indices) == list(range(length))
-            assert [len(shard) for shard in shards] == [len(list(shard)) for shard in shards]
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_resuming_at_any_step_yields_exactly_the_rest(world_size):
     for length, batch_size in [(20, 6), (21, 7), (40, 40), (37, 5)]:
@@ -115,174 +99,16 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert len(orders) == 25, "each epoch of each seed has an order of its own"
 
 
-def test_empty_epoch_is_an_error_that_names_both_numbers():
-    with pytest.raises(common.UsageError, match=r"--batch-size 41 .*40 samples"):
-        make_sampler(40, 41)
-
-
 # ------------------------------------------------------------------------------------ shuffled order
 
 
-def by_permuted(length, seed):
-    return sampling.permuted(np.arange(length), length, sampling.splitmix64(length, seed))
-
-
-def by_randperm(length, seed):
-    generator = torch.Generator().manual_seed(sampling.splitmix64(length, seed))
-    return torch.randperm(length, generator=generator).numpy()
-
-
-def by_shift(length, seed):
-    return (np.arange(length) + sampling.splitmix64(length, seed) % length) % length
-
-
-def normal(statistic, degrees):
-    """A chi-square statistic as a standard normal number. Source: Wilson and Hilferty, 1931."""
-    spread = 2 / (9 * degrees)
-    return ((statistic / degrees) ** (1 / 3) - 1 + spread) / spread**0.5
-
-
-def unevenness(values, cells):
-    """How unequally often such values below `cells` occur, as a standard normal number."""
-    expected = values.size / cells
-    counts = np.bincount(values.ravel(), minlength=cells)
-    assert len(counts) == cells
-    return normal(((counts - expected) ** 2).sum() / expected, cells - 1)
-
-
-def unevenness_of_places(orders, bins):
-    """The same of the table of places by samples: each order has every sample once."""
-    epochs, n = orders.shape
-    bin_of = np.arange(n) * bins // n
-    table = np.bincount((bin_of * bins + bin_of[orders]).ravel(), minlength=bins * bins)
-    expected = np.outer(np.bincount(bin_of), np.bincount(bin_of)).ravel() * (epochs / n)
-    return normal(((table - expected) ** 2 / expected).sum() * (n - 1) / n, (bins - 1) ** 2)
-
-
-def look_at_short_orders(shuffle, epochs=2000):
-    for n in range(2, 51):
-        orders = np.stack([shuffle(n, seed) for seed in range(epochs)])
-        yield f"places of {n}", unevenness_of_places(orders, n)
-        if n > 2:
-            first, second = orders[:, n // 2 - 1], orders[:, n // 2]
-            pairs = first * (n - 1) + second - (second > first)
-            yield f"neighbours of {n}", unevenness(pairs, n * (n - 1))
-        if n < 7:
-            every = list(itertools.permutations(range(n)))
-            numbers = np.array([every.index(tuple(order)) for order in orders.tolist()])
-            yield f"orders of {n}", unevenness(numbers, len(every))
-
-
-def look_at_long_orders(shuffle, epochs=500):
-    for n in (1025, 1437, 1600):
-        orders = np.stack([shuffle(n, seed) for seed in range(epochs)])
-        yield f"places of {n}", unevenness_of_places(orders, 20)
-        rows, columns, _ = sampling._grid(n, 0)
-        for lag in (1, 2, columns - 1, columns, columns + 1):  # at `columns`, half the input is one
-            steps = (orders[:, lag:] - orders[:, :-lag]) % n
-            yield f"steps of {n} at {lag}", unevenness(steps - 1, n - 1)
-        # At the corners of a rectangle of the grid, what is linear in the input cancels out.
-        a, b, c, d = (
-            orders[:, lag : n - columns - 1 + lag] for lag in (0, 1, columns, columns + 1)
-        )
-        for part, cells in ((np.floor_divide, rows), (np.remainder, columns)):
-            left = part(a, columns) - part(b, columns) - part(c, columns) + part(d, columns)
-            yield f"rectangles of {n}: {part.__name__}", unevenness(left % cells, cells)
-
-
-@pytest.mark.parametrize("look", [look_at_short_orders, look_at_long_orders])
-@pytest.mark.parametrize("shuffle", [by_permuted, by_randperm])
-def test_order_is_as_random_as_randperm(shuffle, look):
-    """Of 120 standard normal numbers one beyond 4.5 comes once in a thousand times."""
-    found = dict(look(shuffle))
-    wrong = {name: value for name, value in found.items() if not abs(value) < 4.5}
-    assert len(found) > 20 and not wrong
-    shifted = dict(look(by_shift, epochs=100))
-    assert max(shifted.values()) > 50, "the numbers tell a weak shuffle"
-
-
-def test_order_has_every_sample_once_whatever_part_is_asked_for():
-    for n in (*range(1, 51), *range(1015, 1200), 1437, 4096, 65_537, 10**6):
-        order = by_permuted(n, n)
-        assert order.dtype == np.int64 and (np.sort(order) == np.arange(n)).all()
-        some = np.arange(n)[n // 3 :][:7]
-        part = sampling.permuted(some, n, sampling.splitmix64(n, n))
-        assert (part == order[some]).all()
-
-
-def test_few_places_of_the_grid_lie_beyond_the_length():
-    """So that few samples go through the network a second time."""
-    for n in (*range(1025, 20_000, 7), 10**6 + 3, 10**9 + 7, 10**12 + 39, 2**62 + 1):
-        rows, columns, _ = sampling._grid(n, 0)
-        assert 0 <= rows * columns - n < 0.01 * n and columns < 2.5 * rows
-
-
-@pytest.mark.parametrize("n", [1437, 40])
-def test_orders_of_epochs_and_seeds_are_independent(n):
-    orders = np.array([[order_of(n, seed, epoch) for epoch in range(30)] for seed in range(30)])
-    for one, other in (
-        (orders[:-1], orders[1:]),  # two seeds
-        (orders[:, :-1], orders[:, 1:]),  # two epochs
-        (orders[:-1, 1:], orders[1:, :-1]),  # seed 0, epoch 1 and seed 1, epoch 0
-    ):
-        assert abs(unevenness((one - other) % n, n)) < 4.5
-
-
-class Endless:
-    def __len__(self):
-        return 10**12
-
-
-class Million:
-    targets = np.arange(10**6) % 7
-
-    def __len__(self):
-        return 10**6
-
-
-@pytest.mark.parametrize("dataset", [Endless(), Million()], ids=["shuffled", "balanced"])
-def test_a_batch_takes_the_memory_of_a_batch(dataset):
-    """A step in the middle of an epoch, as a resumed run reaches it, on two ranks."""
-    steps = len(dataset) // 512
-    for step in (0, steps // 2, steps - 1):
-        batch = []
-        for rank in range(2):
-            labelled = hasattr(dataset, "targets")
-            sampler = sampling.GlobalBatchSampler(dataset, 512, 3, 2, labelled, rank, 2)
-            sampler.set_position(5, step)
-            tracemalloc.start()
-            _, indices = next(iter(sampler))
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-            assert len(indices) == 256 and peak < 200_000
-            batch += indices
-        assert labelled or len(set(batch)) == 512
-        assert min(batch) >= 0 and max(batch) < len(dataset)
-
-
-class MillionSamples(Million):
-    def __getitem__(self, index):
-        return torch.tensor(index)
-
-
-@pytest.mark.parametrize("index", [0, 10**6 - 1])
-def test_a_sample_takes_the_memory_of_a_sample(index):
-    """A list of what may replace it would be made for every sample."""
-    keyed = sampling.KeyedDataset(MillionSamples(), 0)
-    tracemalloc.start()
-    assert keyed.__getitems__((0, [index])).tolist() == [index]
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100_000
-
-
-def test_order_of_lengths_near_the_largest_number():
-    for n in (10**12, 2**62, 2**63 - 1):
-        for start in (0, n - 50_000):
-            samples = sampling.permuted(np.arange(start, start + 50_000), n, 7)
-            assert len(np.unique(samples)) == 50_000
-            assert 0 <= samples.min() < n / 1000 and n - n / 1000 < samples.max() < n
-            assert abs(unevenness(samples // (n // 20 + 1), 20)) < 4.5
+def test_order_has_every_sample_once_and_neighbouring_keys_have_others():
+    for n in (1, 2, 50, 1437, 100_000):
+        orders = [order_of(n, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+        assert all(sorted(order) == list(range(n)) for order in orders)
+        if n > 1000:  # no two of them agree in more places than chance would have it
+            same = [sum(a == b for a, b in zip(x, y)) for x, y in itertools.combinations(orders, 2)]
+            assert max(same) < 12
 
 
 def test_splitmix64_is_the_published_one_and_has_no_collisions_nearby():
@@ -324,10 +150,7 @@ def test_keyed_uniform_is_uniform_and_depends_on_everything():
     assert np.abs(np.corrcoef(draws[:-1, 0], draws[1:, 0])[0, 1]) < 0.02, (
         "neighbouring samples are independent"
     )
-    for other in (
-        uniform(1, 0, np.arange(20_000)),
-        uniform(0, 1, np.arange(20_000)),
-    ):
+    for other in (uniform(1, 0, np.arange(20_000)), uniform(0, 1, np.arange(20_000))):
         assert np.abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.01
     subset = np.array([17, 3, 19_999])
     assert (uniform(0, 0, subset) == draws[subset]).all(), "whatever batch a sample comes in"
@@ -390,85 +213,6 @@ def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
     assert all(len(inputs) == len(targets["boxes"]) for inputs, targets in micro_batches)
 
 
-@pytest.mark.parametrize(
-    ("length", "batch_size", "largest"),
-    [
-        (1000, 500, 125),
-        (10_000, 500, 500),
-        (57, 30, 8),
-        (64, 30, 8),
-        (65, 30, 9),
-        (100, 5, 5),
-        (1, 9, 1),
-    ],
-)
-def test_evaluation_batches_occupy_eight_ranks(length, batch_size, largest):
-    batches = [indices for _, indices in sampling.ShardSampler(length, batch_size)]
-    assert {len(batch) for batch in batches[:-1]} <= {largest} and len(batches[0]) == largest
-    assert [index for batch in batches for index in batch] == list(range(length))
-
-
-@pytest.mark.parametrize(
-    ("cores", "device", "workers"),
-    [(20, "cpu", 8), (3, "cpu", 3), (8, "cuda", 8)],
-)
-def test_loader_has_a_worker_for_each_core_and_pins(cores, device, workers, monkeypatch):
-    told = []
-
-    class Loader:
-        def __init__(self, *_, **settings):
-            told.append(settings)
-            self._workers = []
-
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            raise StopIteration
-
-    monkeypatch.setattr(sampling, "DataLoader", Loader)
-    monkeypatch.setattr(sampling.os, "sched_getaffinity", lambda _: range(2 * cores))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun sets it
-    monkeypatch.setattr(sampling.multiprocessing.util, "Finalize", lambda *_, **__: None)
-    loader_of(make_args(), [0, 1], make_sampler(40, 4), torch.device(device))
-    (settings,) = told
-    assert settings["num_workers"] == workers and settings["persistent_workers"]
-    assert settings["pin_memory"] == (device != "cpu")
-    args = make_args("single", "--workers", "5")
-    loader_of(args, [0, 1], make_sampler(40, 4), torch.device(device))
-    assert told[1]["num_workers"] == 5
-
-
-class DrawsFromEverywhere(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return torch.tensor(
-            [torch.rand(()).item(), random.random(), np.random.rand()]
-        ), torch.tensor(index)
-
-
-def test_augmentation_by_python_or_numpy_is_keyed_by_the_sample_too():
-    dataset = keyed(DrawsFromEverywhere(), make_args())
-    one, other = dataset.__getitems__((1, [3, 5]))[0], dataset.__getitems__((1, [5, 2]))[0]
-    assert one[1].equal(other[0])
-    assert (one[0] != one[1]).all() and (dataset.__getitems__((2, [5]))[0][0] != one[1]).all()
-
-
-class Pair(NamedTuple):
-    box: torch.Tensor
-    label: torch.Tensor
-
-
-def test_namedtuples_stay_namedtuples():
-    first, second = common.split_batch(Pair(torch.arange(4), torch.arange(4)), 2)
-    assert (
-        isinstance(first, Pair) and first.box.tolist() == [0, 1] and second.label.tolist() == [2, 3]
-    )
-
-
 # ----------------------------------------------------------------------------------------- balanced
 
 
@@ -528,25 +272,6 @@ def test_balanced_needs_the_class_of_each_sample(targets, message):
         balanced(dataset=dataset)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        list,
-        torch.tensor,
-        np.array,
-        lambda values: [str(v) for v in values],
-        lambda values: list(torch.tensor(values)),
-    ],
-)
-def test_balanced_takes_targets_of_any_kind(kind):
-    order = balanced(
-        dataset=type("Other", (Labelled,), {"targets": kind(sorted(Labelled.targets))})
-    )
-    assert order == balanced(
-        dataset=type("Other", (Labelled,), {"targets": sorted(Labelled.targets)})
-    )
-
-
 def test_balanced_run_is_the_same_in_another_mode(tmp_path):
     argv = (*BASE, "--balanced")
     reference = single_run(*argv)
@@ -566,27 +291,6 @@ def test_wrapped_data_set_trains_like_the_plain_one(kind, tmp_path):
     assert wrapped.code == 0, wrapped.err
     losses = [line["loss"] for line in plain.train_lines()]
     assert [line["loss"] for line in wrapped.train_lines()] == pytest.approx(losses, rel=1e-10)
-
-
-def test_wrapper_that_passes_names_on_is_asked_itself():
-    class Passing(torch.utils.data.Dataset):
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __len__(self):
-            return 3
-
-        def __getitem__(self, index):
-            return self.inner[index + 10]
-
-        def __getattr__(self, name):
-            return getattr(self.__dict__["inner"], name)
-
-    images = torch.randint(0, 256, (20, 1, 8, 8), dtype=torch.uint8)
-    plain = task.ImagesInMemory(images, torch.arange(20))
-    assert keyed(Passing(plain), Namespace(seed=0, skip_corrupt=False)).__getitems__((0, [0, 1]))[
-        1
-    ].tolist() == [10, 11]
 
 
 # ---------------------------------------------------------------------- samples that cannot be read
@@ -641,17 +345,3 @@ def test_process_that_keeps_the_error_of_a_loader_can_end():
     """At exit Python waits for loader workers, which ignore its SIGTERM."""
     ended = subprocess.run([sys.executable, "-c", KEEPS], timeout=60, capture_output=True)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_broken_image_file_is_named(tmp_path):
-    (tmp_path / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-    with pytest.raises(OSError, match=r"cut\.jpg: "):
-        task.read_images([str(tmp_path / "cut.jpg")])
-
-
-def test_sampler_refuses_a_batch_that_leaves_a_rank_without_samples():
-    """Who copies the file has no options that would refuse it: some ranks would wait for others."""
-    sampler = sampling.GlobalBatchSampler([0] * 40, 8, 0, accum_steps=2, rank=3, world_size=4)
-    assert [len(indices) for _, indices in sampler] == [2] * 5
-    with pytest.raises(common.UsageError, match="cannot be cut into 5 ranks x 2 micro-batches"):
-        sampling.GlobalBatchSampler([0] * 40, 8, 0, accum_steps=2, rank=3, world_size=5)

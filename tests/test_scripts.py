@@ -14,7 +14,7 @@ import readme
 from harness import ROOT, train
 from readme import DIFFS, SCRIPTS, changed_lines
 
-import machinery.options
+import machinery.cli
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
 OWN_LINES = 4707  # of the project's own Python: tests/ and tools/ are beside it
@@ -166,9 +166,9 @@ SOUND = {
     "common.py": "from torch import nn\nclass UsageError(ValueError): ...\n",
     "sampling.py": "from common import UsageError\ndef seed(): ...\n",
     "machinery/__init__.py": "",
-    "machinery/processes.py": "import common\nwrong = common.UsageError('x')\ndef tell(): ...\n",
-    "machinery/files.py": "from machinery.processes import tell\nclass Files: ...\n",
-    "machinery/run.py": "from machinery.files import Files\nclass Run: ...\n",
+    "machinery/process.py": "import common\nwrong = common.UsageError('x')\ndef tell(): ...\n",
+    "machinery/run.py": "from machinery.process import tell\nclass Files: ...\n",
+    "machinery/run.py": "from machinery.run import Files\nclass Run: ...\n",
     "train_single.py": "import common\nfrom machinery.run import Run\ncommon.UsageError\n",
 }
 LATE = "def late():\n    import common"
@@ -179,15 +179,15 @@ OTHER = "{} takes {} from {}, which does not define it".format
 @pytest.mark.parametrize(
     ("name", "line", "expected"),
     [
-        ("machinery/processes.py", "import sampling", []),  # downward
-        ("sampling.py", "from machinery import processes", [UP("sampling", "machinery.processes")]),
-        ("machinery/files.py", "from .run import Run", [UP("machinery.files", "machinery.run")]),
+        ("machinery/process.py", "import sampling", []),  # downward
+        ("sampling.py", "from machinery import processes", [UP("sampling", "machinery.process")]),
+        ("machinery/run.py", "from .run import Run", [UP("machinery.run", "machinery.run")]),
         ("train_single.py", LATE, ["train_single imports common in a function"]),
         ("train_single.py", "common.nn.Linear", [OTHER("train_single", "nn", "common")]),
         (
             "machinery/run.py",
             "from .files import tell",
-            [OTHER("machinery.run", "tell", "machinery.files")],
+            [OTHER("machinery.run", "tell", "machinery.run")],
         ),
         ("machinery/run.py", "Again = Files", ["machinery.run gives Files another name"]),
         ("machinery/new.py", "", ["machinery.new has no place in the order"]),
@@ -270,14 +270,14 @@ def test_commands_files_and_links_of_the_pages_exist(name):
         mode = by_run_sh or by_hand
         if mode in SCRIPTS:
             argv = [part.replace("examples/", f"{ROOT}/examples/") for part in shlex.split(argv)]
-            parser = machinery.options.build_parser(mode)
-            machinery.options.add_options_of_task(parser, argv)
+            parser = machinery.cli.build_parser(mode)
+            machinery.cli.add_options_of_task(parser, argv)
             parser.parse_args(argv)
 
 
 def test_options_that_readme_names_exist():
     named = set(re.findall(r"`(--[a-z-]+)", README))
-    known = {option.name for option in machinery.options.OPTIONS}
+    known = {option.name for option in machinery.cli.OPTIONS}
     assert len(named) >= 10 and named - known <= {"--kill-on-bad-exit"}, "which is srun's"
 
 
@@ -324,7 +324,7 @@ def test_docs_name_for_every_pitfall_the_code_that_avoids_it_and_its_test():
     assert {number for number, *_ in rows} == tests
     for number, _, how, where, test in rows:
         assert f"def test_pitfall_{number}_" in texts[test.removeprefix("tests/")]
-        names = ("run.sh", "machinery/options.py", "common.py", "machinery/launch.py")
+        names = ("run.sh", "machinery/cli.py", "common.py", "machinery/launch.py")
         code_of = "".join((ROOT / name).read_text() for name in (where, *names))
         for code in re.findall(r"`([^`]+)`", how):
             assert code in code_of, f"{number}: {code} is not in {where}"

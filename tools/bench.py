@@ -39,13 +39,11 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from common import UsageError, autocast, build_optimizer
-from machinery.options import Parser, filled, number, parse_args
-from machinery.processes import Stopped, resolve_device_type, run_main
-from machinery.rendezvous import stay_on_this_machine
+from machinery.cli import Parser, filled, number, parse_args
+from machinery.modes import WithLoss, data_parallel, mesh_of_ranks, shard
+from machinery.process import Stopped, resolve_device_type, run_main, stay_on_this_machine
 from machinery.run import Run
-from machinery.sharding import mesh_of_ranks, shard
-from machinery.stand_ins import WithLoss, data_parallel
-from machinery.tasks import build_net, load_task
+from machinery.usertask import build_net, load_task
 
 SETTLE = 2  # steps at the start of each window that are not timed
 CORES, THREADS = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")

@@ -151,12 +151,6 @@ def ddp(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
     return job, job._replace(mode="single", n=1)
 
 
-def ddp_on_one_device(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
-    """PowerSGD's products and its error feedback are linear in the gradients: N ranks compress the mean as one rank does."""
-    options = f"{feature.setting} {BASE}"
-    return Job("ddp", 1, f"{options} {feature.options}"), Job("single", 1, options)
-
-
 # --------------------------------------------------------------------------------------------------------------------- features
 
 
@@ -256,26 +250,7 @@ FEATURES = [
         synchronised,
         RANKS,
     ),
-    Feature(
-        "synchronised BatchNorm, SWA",
-        "--sync-bn --average swa --epochs 5",
-        BATCHNORM,
-        synchronised,
-        RANKS,
-    ),
-    Feature(
-        "BatchNorm, SWA, DP as DDP",
-        "--average swa --epochs 5 --batch-size 24",
-        BATCHNORM,
-        ddp,
-        [m for m in MODES if m[0] != "ddp" and m[1] > 1],
-    ),
     Feature("EMA of the weights", "--average ema"),
-    Feature("SWA of the weights", "--average swa --epochs 5"),
-    Feature(
-        "SWA at the low ends of cycles",
-        "--average swa --swa-start 0 --schedule cyclic --step-epochs 2 --epochs 5 --warmup-epochs 1",
-    ),
     Feature(
         "gradients sent in bf16",
         "--grad-compress bf16",
@@ -291,12 +266,6 @@ FEATURES = [
         one_device_without,
         SEVERAL_RANKS,
         FP16_HOOK,
-    ),
-    Feature(
-        "PowerSGD, as on one rank",
-        "--grad-compress powersgd",
-        reference=ddp_on_one_device,
-        modes=SEVERAL_RANKS,
     ),
     Feature("computed in bf16 (AMP)", "--dtype float32 --amp bf16", ROUNDED, bound=BF16_COMPUTE),
 ]

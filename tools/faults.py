@@ -49,7 +49,7 @@ DIGITS = [
     "tests/tasks/faulty.py",
 ]  # BatchNorm, dropout and augmentation: all that makes exact resumption hard
 IMAGES = ["--dataset", "imagefolder", "--image-size", "8"]
-VARIATIONS = [[], ["--average", "swa"], ["--balanced"]]
+VARIATIONS = [[], ["--optimizer", "adamw", "--lr", "0.003"], ["--balanced"]]
 LIMIT = 240  # seconds that any launch may take
 SIDE_BY_SIDE = 3  # trials: much of each is waiting
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand

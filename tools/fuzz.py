@@ -54,7 +54,7 @@ from patches import after_step, without_speed, wrap_in_task
 from torch import nn
 
 import common
-import machinery.options
+import machinery.cli
 import sampling
 
 SIDE_BY_SIDE = 2
@@ -64,7 +64,8 @@ MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2, 1, 3, 2]
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 0}
 RANKS = ("ddp", "spawn", "fsdp")
 DDP = ("ddp", "spawn")  # modes that compute the same bits
-ONE_DEVICE, OTHER_MODE, POWERSGD = 1e-9, 1e-8, 1e-8  # largest deviations that pass
+CYCLES = ("cyclic", "sawtooth")
+ONE_DEVICE, OTHER_MODE = 1e-9, 1e-8  # largest deviations that pass
 UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes .*"
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
 NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified .*, but did not find any .*"
@@ -169,12 +170,7 @@ def draw_lr(rng: random.Random, trial: Trial) -> list[str]:
 def draw_step_epochs(rng: random.Random, trial: Trial) -> list[str] | None:
     if trial.value("--schedule") == "step":
         return [str(rng.randint(1, 2)) for _ in range(rng.randint(1, 2))]
-    return [str(rng.randint(1, 3))] if trial.value("--schedule") in common.CYCLES else None
-
-
-def draw_swa_start(rng: random.Random, trial: Trial) -> list[str] | None:
-    swa = trial.value("--average") == "swa"
-    return [rng.choice(["0", "0.4", "0.5"])] if swa and rng.random() < 0.4 else None
+    return [str(rng.randint(1, 3))] if trial.value("--schedule") in CYCLES else None
 
 
 def draw_final_lr(rng: random.Random, trial: Trial) -> list[str] | None:
@@ -214,14 +210,13 @@ OPTIONS: dict[str, Drawer | str] = {
     "--scale-lr": sometimes(0.15, "linear", "sqrt", "none"),
     "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
     "--label-smoothing": sometimes(0.3, "0", "0.3"),
-    "--average": sometimes(0.55, "ema", "swa"),
-    "--swa-start": draw_swa_start,
+    "--average": sometimes(0.45, "ema"),
     "--amp": sometimes(0.06, "bf16", "bf16", "fp16"),
     "--compile": "takes half a minute a run; tools/equivalence.py tries it",
     "--channels-last": sometimes(0.1),
     "--dtype": lambda rng, trial: ["float32" if rng.random() < 0.1 else "float64"],
     "--sync-bn": sometimes(0.25),
-    "--grad-compress": sometimes(0.1, "bf16", "fp16", "powersgd"),
+    "--grad-compress": sometimes(0.1, "bf16", "fp16"),
     "--find-unused-parameters": sometimes(0.1),
     "--timeout": always("60"),
     "--local-rank": "old launchers give it, and nothing reads it",
@@ -231,8 +226,6 @@ OPTIONS: dict[str, Drawer | str] = {
     "--nnodes": ONE_MACHINE,
     "--node-rank": ONE_MACHINE,
     "--dist-url": ONE_MACHINE,
-    "--master-addr": ONE_MACHINE,
-    "--master-port": ONE_MACHINE,
     "--best": sometimes(0.15, "loss"),
     "--seed": sometimes(0.5, "1", "12345", str(2**62 + 3)),
     "--output-dir": MADE_BY_TRIAL,
@@ -244,6 +237,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--tensorboard": sometimes(0.03),
     "--device": always("cpu"),
     "--deterministic": sometimes(0.1),
+    "--check": "the trial checks before its first run",
 }
 
 
@@ -320,36 +314,17 @@ def draw_interruption(rng: random.Random) -> dict[str, Any] | None:
 
 def apply_theme(rng: random.Random, trial: Trial) -> None:
     """Make meetings of parts frequent that chance would bring together too seldom."""
-    themes = [None] * 7 + [
-        "powersgd",
+    themes = [None] * 4 + [
         "ema",
-        "swa",
-        "swa",
         "noise",
         "wrapped",
         "infinite",
         "weights",
     ]
     theme = rng.choice(themes)
-    if theme == "powersgd":  # which begins to compress at step 10
-        trial.mode, trial.n = rng.choice(DDP), rng.randint(1, 3)
-        trial.options.update({"--grad-compress": ["powersgd"], "--dtype": ["float64"]})
-        trial.options.update({"--batch-size": ["6"], "--epochs": ["3"]})
-        trial.options.pop("--amp", None)
-        trial.task.update(train=36 + rng.randrange(6), wrap="", data="images")
-        trial.task.update(nan_index=rng.randrange(36), nan_epoch=rng.choice([1, 2]))
-        trial.checks = ("mode",)
-    elif theme == "ema":
+    if theme == "ema":
         trial.options["--average"] = ["ema"]
         trial.task["buffers"] = sorted({"int64", "infinite", *trial.task.get("buffers", [])})
-    elif theme == "swa":
-        trial.earlier_epochs, epochs = rng.choice([(2, 3), (2, 4), (2, 5), (3, 4), (3, 5)])
-        trial.options.update({"--average": ["swa"], "--epochs": [str(epochs)]})
-        if rng.random() < 0.7:
-            trial.options["--schedule"] = ["constant"]
-            trial.options.pop("--final-lr", None)
-        trial.checks = ("resume", *rng.sample(["mode", "eval"], 1))
-        trial.interruption = None if rng.random() < 0.7 else trial.interruption
     elif theme == "noise":
         trial.task["eval_noise"] = rng.choice(["model", "metric"])
         trial.checks = ("mode", "eval")
@@ -412,25 +387,17 @@ def constrain(trial: Trial) -> Trial:
             given["--warmup-epochs"] = ["1"]
     if trial.value("--schedule") == "step":
         given.setdefault("--step-epochs", ["1"])
-    elif trial.value("--schedule") in common.CYCLES:
+    elif trial.value("--schedule") in CYCLES:
         given["--step-epochs"] = given.get("--step-epochs", ["2"])[:1]
     else:
         given.pop("--step-epochs", None)
         given.pop("--step-gamma", None)
     if float(trial.value("--warmup-epochs", "0")) > min(trial.epochs, trial.earlier_epochs or 99):
         given["--warmup-epochs"] = ["0.5"]
-    if trial.value("--average") == "swa" and not swa_goes_on(trial):
-        given.pop("--swa-start", None)
-        if not swa_goes_on(trial):
-            del given["--average"]
-    if trial.value("--average") != "swa":
-        given.pop("--swa-start", None)
 
     # Precision
     if "--amp" in given:
         given["--dtype"] = ["float32"]
-    if "--amp" in given and trial.value("--amp") == "fp16" and "--grad-compress" in given:
-        del given["--grad-compress"]
 
     # Modes
     if trial.mode not in DDP:
@@ -448,7 +415,7 @@ def constrain(trial: Trial) -> Trial:
         given.pop("--shard-size", None)
     if not may_resume(trial):
         trial.resume = trial_mode(trial)
-    if trial.value("--average") == "swa" or trial.rounded:  # statistics are estimated again
+    if trial.rounded:
         trial.evaluate = trial.resume if "resume" in trial.checks else trial_mode(trial)
     if trial.evaluate[0] == "dp" and "--sync-bn" in given:
         trial.evaluate = ("single", 1)
@@ -460,28 +427,6 @@ def constrain(trial: Trial) -> Trial:
         given["--batch-size"] = [str(least)]
     task["train"] = max(trial.part("train"), 3 * int(trial.value("--batch-size")))
     return trial
-
-
-def swa_goes_on(trial: Trial) -> bool:
-    """Whether an epoch is averaged, and more --epochs lead to the run that had them from the start.
-
-    The averages so far must count, or all be too early; and no BatchNorm, because an epoch that was
-    evaluated by its average has another line than one that was not.
-    """
-
-    def averaged(epochs: int) -> list[int]:
-        start, warmup = trial.value("--swa-start", "0.75"), trial.value("--warmup-epochs", "2")
-        cycle = [int(epoch) for epoch in trial.options.get("--step-epochs", [])]
-        schedule = trial.value("--schedule", "cosine")
-        return common.swa_epochs(float(start), schedule, epochs, float(warmup), cycle)
-
-    whole, earlier = averaged(trial.epochs), trial.earlier_epochs
-    if not whole or earlier is None:
-        return bool(whole)
-    before, after = averaged(earlier), [epoch for epoch in whole if epoch <= earlier]
-    if trial.part("norm").startswith("batch") or not before:
-        return False
-    return before == after or (before == [earlier] and not after)
 
 
 def may_resume(trial: Trial) -> bool:
@@ -571,12 +516,6 @@ def train_in_pieces(
     for buffers that a forward reads, such as those of the spectral norm.
     """
 
-    def of_rank_0(batch: Any, accum_steps: int) -> list[Any]:
-        cuts = pieces(*cut, args.batch_size, accum_steps)
-        slices = [samples for _, rank, samples in cuts if rank == 0]
-        return [common.tree_map(lambda tensor, s=s: tensor[s], batch) for s in slices]
-
-    common.split_batch = of_rank_0  # update_bn takes the statistics of rank 0
     common.train_mode(model)
     buffers = list(model.buffers())
     for batch in run.batches(loader):
@@ -763,7 +702,7 @@ class Runs:
         argv = trial.argv(grad_compress=None, sync_bn=None, find_unused_parameters=None)
         with alone, contextlib.redirect_stderr(io.StringIO()):
             argv = of_mode("single", [*argv, "--task", str(self.task)])
-            args = machinery.options.parse_args("single", argv)
+            args = machinery.cli.parse_args("single", argv)
             train, _ = fuzzed.make_task(trial.task)[0](args)
             of_keys = keyed(train, args)
             length = len(train)
@@ -902,19 +841,12 @@ class Runs:
         changes["workers"] = ["0"]
         factor = {"linear": trial.n, "sqrt": math.sqrt(trial.n)}.get(trial.value("--scale-lr"), 1)
         changes["lr"] = [repr(float(trial.value("--lr")) * factor)]
-        mode, cut, tolerance = ("single", 1), None, ONE_DEVICE
+        cut = None
         forward_counts = trial.part("spectral") or "counter" in trial.part("buffers")
         forward_counts |= bool(trial.part("eval_noise"))
         if trial.rounded or (trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1):
             return
-        if trial.value("--grad-compress") == "powersgd":
-            if trial.n == 1:
-                return
-            mode, tolerance = ("ddp", 1), POWERSGD
-            changes["grad_compress"] = ["powersgd"]
-            if trial.cut_matters:
-                return
-        elif trial.mode == "single":
+        if trial.mode == "single":
             batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
             if trial.cut_matters or batch_norm or forward_counts:
                 return
@@ -923,9 +855,9 @@ class Runs:
             changes["accum_steps"] = None
         elif trial.cut_matters and trial.n > 1:
             cut = ("ddp" if trial.mode in RANKS else trial.mode, trial.n)
-        reference = self.run("one-device", *mode, trial.argv(**changes), cut=cut)
+        reference = self.run("one-device", "single", 1, trial.argv(**changes), cut=cut)
         self.expect_end(reference)
-        self.expect_same(undisturbed.folder, reference.folder, tolerance, "mode", logs=False)
+        self.expect_same(undisturbed.folder, reference.folder, ONE_DEVICE, "mode", logs=False)
 
     def interrupt_and_resume(self, undisturbed: harness.Result) -> harness.Result:
         trial = self.trial
@@ -952,8 +884,6 @@ class Runs:
         self.expect_end(resumed)
         self.expect_log(output, trial.epochs)
         self.expect_state(output)
-        if trial.value("--grad-compress") == "powersgd":  # its error feedback begins anew
-            return resumed
         exact = same_numbers(trial)
         tolerance = 0 if exact else OTHER_MODE
         self.expect_same(output, undisturbed.folder, tolerance, "resume", logs=exact)
@@ -975,14 +905,6 @@ class Runs:
             if (theirs / name).exists() or (ours / name).exists():
                 found, wanted = (load(folder / name) for folder in (ours, theirs))
                 unlike = {"config"} if logs and name == "last.pt" else {"config", "log"}
-                if (
-                    name == "best.pt"
-                    and self.trial.earlier_epochs
-                    and self.trial.value("--average") == "swa"
-                ):
-                    unlike.add(
-                        "average"
-                    )  # the shorter run had begun to average: of one epoch, which is the same weights
                 pair = [{key: one[key] for key in one.keys() - unlike} for one in (found, wanted)]
                 different = list(differences(*pair, tolerance, name))
                 expect(not different, invariant, "; ".join(different[:3]))

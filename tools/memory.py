@@ -20,9 +20,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from machinery.rendezvous import stay_on_this_machine
-from machinery.sharding import mesh_of_ranks, shard
-from machinery.tasks import large_modules
+from machinery.modes import mesh_of_ranks, shard
+from machinery.process import stay_on_this_machine
+from machinery.usertask import large_modules
 
 LAYERS, WIDTH, STEPS = 25, 1024, 3
 MIB = 2**20

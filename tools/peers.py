@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from common import UsageError
-from machinery.processes import Stopped
+from machinery.process import Stopped
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent

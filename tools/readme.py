@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from machinery.options import OPTIONS
+from machinery.cli import OPTIONS
 
 SCRIPTS = {
     mode: (ROOT / f"train_{mode}.py").read_text()

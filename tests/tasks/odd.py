@@ -10,8 +10,6 @@ from tiny import per_sample_loss
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
-from machinery.processes import wait_for_writer
-
 __all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 MODEL = ""  # what --model says
@@ -69,7 +67,7 @@ class Odd(nn.Module):
         if "complex_buffer" in parts:
             self.register_buffer("turn", torch.ones(10, dtype=torch.complex64))
         if "ruined" in parts:
-            self.register_buffer("ruined", torch.tensor([0.0, torch.inf]))
+            self.ruined = nn.Parameter(torch.zeros(2), requires_grad=False)
 
     def forward(self, images):
         outputs = self.net(images)
@@ -81,7 +79,7 @@ class Odd(nn.Module):
                 self.steps += 2
                 self.flags.logical_not_()
         if hasattr(self, "ruined") and self.training:
-            self.ruined[0] = torch.nan
+            self.ruined.data[0] = torch.nan
         if hasattr(self, "lazy"):
             outputs = self.lazy(outputs)
         if "noise" in MODEL and not self.training:
@@ -116,5 +114,4 @@ def stop_once(what):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
-    wait_for_writer()  # the save before an evaluation is whole
     os.kill(os.getpid(), int(number))
