@@ -116,7 +116,7 @@ def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Return 1.0 where the label is the best guess (top1) or among the best five (top5); [n]."""
-    guesses = outputs.topk(5, dim=1).indices
+    guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
     hits = (guesses == targets.unsqueeze(1)).float()
     return {"top1": hits[:, 0], "top5": hits.sum(1)}
 

@@ -69,6 +69,7 @@ def run(tmp_path):
         for _ in range(6):
             make_step(run, [1.0])
         if epoch == 0:
+            run.state.epoch, run.state.step = 1, 0
             run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
     return run
 

@@ -385,17 +385,18 @@ def loader_of(args: Namespace, dataset: Any, sampler: Any, device: torch.device)
 
 
 def optimizer_of(args: Namespace, net: torch.nn.Module, world_size: int = 1):
-    optimizer = machinery.usertask.default_optimizer(args, net)
+    settings = args.lr, args.momentum, args.weight_decay, args.nesterov
+    optimizer = common.build_optimizer(net, args.optimizer, *settings)
     common.scale_lr(optimizer, args.scale_lr, world_size)
     return optimizer
 
 
 def factor_of(args: Namespace, step: int, steps_per_epoch: int) -> float:
-    return common.lr_factor(step, steps_per_epoch, **machinery.cli.schedule_of(args))
+    return common.lr_factor(step, steps_per_epoch, **machinery.cli.schedule_options(args))
 
 
 def scheduler_of(args: Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int):
-    return common.build_scheduler(optimizer, steps_per_epoch, **machinery.cli.schedule_of(args))
+    return common.build_scheduler(optimizer, steps_per_epoch, **machinery.cli.schedule_options(args))
 
 
 def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
@@ -428,10 +429,16 @@ def build_and_check(mode: str, n: int, argv: tuple[str, ...]) -> None:
 
 
 def check_built(args: Namespace) -> None:
-    task = machinery.usertask.load_task(args)
-    train_set, val_set = task.build_datasets(args)
-    net = machinery.usertask.build_net(args, task)
-    machinery.usertask.check_run(args, task, train_set, val_set, net)
+    task = machinery.usertask.Task(args)
+    train_set, val_set = task.build_datasets()
+    net = task.build_net()
+    train_sampler = sampler_of(args, train_set)
+    val_sampler = sampling.ShardSampler(len(val_set), args.eval_batch_size)
+    device = torch.device("cpu")
+    machinery.usertask.check_run(
+        task, net, device, train_set, train_sampler, val_set, val_sampler
+    )
+    task.build_optimizer(net)
 
 
 def make_args(mode: str = "single", *argv: str) -> Namespace:

@@ -6,6 +6,8 @@ import torch
 from harness import average_of, guard_of, make_args, make_sampler, optimizer_of, scheduler_of
 from torch import nn
 
+import common
+import machinery.cli
 import machinery.run
 
 CPU = torch.device("cpu")
@@ -43,7 +45,8 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     optimizer = optimizer_of(args, net)
     scheduler = scheduler_of(args, optimizer, sampler.steps_per_epoch)
     parts = optimizer, scheduler, guard_of(args, CPU, net), average_of(args, net)
-    run = machinery.run.Run(args, common.State(net, *parts), sampler, range(57), CPU)
+    options = machinery.cli.run_options(args)
+    run = machinery.run.Run(common.State(net, *parts), sampler, range(57), CPU, **options)
     run.resume()
     return run
 

@@ -6,11 +6,11 @@ import random
 import numpy as np
 import tiny
 import torch
-from tiny import per_sample_loss
+from tiny import add_options, per_sample_loss
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
-__all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+__all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 MODEL = ""  # what --model says
 

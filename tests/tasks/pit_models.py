@@ -9,7 +9,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from small import build_datasets, per_sample_loss, per_sample_metrics
 
-__all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+__all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 
 class Net(nn.Module):
@@ -27,6 +27,10 @@ class Net(nn.Module):
     def forward(self, images):
         pixels = images.flatten(1).to(self.first.weight.dtype) / 90 - 0.8
         return self.last(F.relu(self.between(self.first(pixels))))
+
+
+def add_options(parser):
+    parser.add_argument("--model", default="plain")
 
 
 def build_model(args):

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pit_models import Net, build_datasets, per_sample_loss, per_sample_metrics
 
 __all__ = [
+    "add_options",
     "build_datasets",
     "build_model",
     "build_optimizer",
@@ -168,6 +169,10 @@ KINDS = {
     "parameters": Parameters,
     "scalar": Scalar,
 }
+
+
+def add_options(parser):
+    parser.add_argument("--model", default="plain")
 
 
 def build_model(args):
