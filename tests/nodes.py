@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import ctypes
-import fcntl
 import itertools
 import os
 import re
-import select
 import shutil
 import signal
-import struct
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +40,13 @@ def missing() -> str:
     probe = f"{PREFIX}{os.getpid()}-probe"
     limit = f"tc -netns {probe} qdisc replace dev lo root tbf rate 1mbit burst 64kb latency 100ms"
     veth = f"ip -netns {probe} link add {DEVICE} type veth peer name link1"
-    trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {veth} && {limit} && test -c /dev/net/tun"
+    trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {veth} && {limit}"
     allowed = subprocess.run(["sh", "-c", trial], capture_output=True).returncode == 0
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
     return (
         ""
         if allowed
-        else "two hosts need network namespaces, /dev/net/tun and tc's tbf, which are not allowed here"
+        else "two hosts need network namespaces and tc's tbf, which are not allowed here"
     )
 
 
@@ -109,10 +102,8 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(
-    delay: float = 0, rate: str = "", own_names: bool = True
-) -> Iterator[tuple[Host, Host]]:
-    """Two hosts joined by a cable that takes `delay` seconds each way; all that is left on them is killed at the end.
+def two_hosts(rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Host]]:
+    """Two hosts joined by a cable; all that is left on them is killed at the end.
 
     Without `own_names` a host's name is that of this machine, which /etc/hosts often gives to the loopback, as Debian does.
     """
@@ -138,23 +129,8 @@ def two_hosts(
                 else [f"127.0.1.1 {other.name}" for other in hosts]
             )
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
-        if delay:
-            stack.enter_context(wire(hosts, delay))
-        else:
-            ip(
-                "link",
-                "add",
-                DEVICE,
-                "netns",
-                hosts[0].name,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                DEVICE,
-                "netns",
-                hosts[1].name,
-            )
+        ends = [f"{DEVICE} netns {host.name}".split() for host in hosts]
+        ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
         for host in hosts:
             ip("-netns", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
             for device in ("lo", DEVICE):
@@ -179,60 +155,6 @@ def remove_leftovers() -> None:
     for name in re.findall(rf"^({PREFIX}\d+-\d+-[01])\b", ip("netns", "list"), re.MULTILINE):
         if not Path("/proc", name.removeprefix(PREFIX).split("-")[0]).exists():
             remove(name)
-
-
-@contextlib.contextmanager
-def wire(hosts: tuple[Host, Host], delay: float) -> Iterator[None]:
-    """Join the hosts by a thread that hands every packet on `delay` seconds later: not every kernel has netem, which `tc` would ask for."""
-    ends = [open_tun(host.name) for host in hosts]
-    stop, stopped = os.pipe()
-    thread = threading.Thread(target=carry, args=(*ends, delay, stop), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        os.close(stopped)
-        thread.join()
-        for descriptor in (*ends, stop):
-            os.close(descriptor)
-
-
-def carry(one: int, two: int, delay: float, stop: int) -> None:
-    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()
-    while True:
-        pause = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select([one, two, stop], [], [], pause)
-        if stop in ready:
-            return
-        for end in ready:
-            with contextlib.suppress(OSError):  # cut
-                waiting.append(
-                    (time.monotonic() + delay, two if end == one else one, os.read(end, 65536))
-                )
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, end, packet = waiting.popleft()
-            with contextlib.suppress(OSError):
-                os.write(end, packet)
-
-
-def open_tun(namespace: str) -> int:
-    """Make the device of a host; return the descriptor from which its packets are read. Source: the kernel's networking/tuntap."""
-    opened = []
-
-    def enter_and_open() -> None:
-        with open(f"/run/netns/{namespace}") as file:
-            assert (
-                ctypes.CDLL(None).setns(file.fileno(), 0) == 0
-            )  # of this thread only, which ends with it
-        opened.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
-        fcntl.ioctl(
-            opened[0], 0x400454CA, struct.pack("16sH22x", DEVICE.encode(), 0x0001 | 0x1000)
-        )  # TUNSETIFF: TUN, no header
-
-    thread = threading.Thread(target=enter_and_open)
-    thread.start()
-    thread.join()
-    return opened[0]
 
 
 class Node(Launch):

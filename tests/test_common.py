@@ -11,7 +11,6 @@ from harness import TASKS, factor_of, guard_of, in_group, make_args, optimizer_o
 from torch import nn
 
 import common
-import sampling
 
 
 def factors(*argv, steps_per_epoch=10):
@@ -220,22 +219,6 @@ def test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum():
         optimizer.step()
         expected.step()
     assert weight.equal(net.weight), "bitwise what torch's own start gives"
-
-
-def test_dropout_seed_of_replica_r_is_that_of_rank_r():
-    sampling.seed_rng(1, 2, 3)
-    seed = torch.initial_seed()
-    sampling.seed_rng(1, 2, 3, rank=2)
-    assert torch.initial_seed() == seed + 2
-    assert (
-        len(
-            {
-                (sampling.seed_rng(*key), torch.initial_seed())[1]
-                for key in [(1, 2, 3), (0, 2, 3), (1, 1, 3), (1, 2, 0)]
-            }
-        )
-        == 4
-    )
 
 
 def test_cyclic_schedule_has_no_cliff():

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from harness import TASKS, compare, deviation, single_run, train, undisturbed
-from patches import BASE, printed, scale_by_1024
+from patches import BASE, printed
 from runs import CPU
 from short_runs import MODES
 from torch import nn
@@ -128,48 +128,6 @@ def test_training_is_not_trivial(tmp_path):
 
 
 # ------------------------------------------------------------ what ranks share and what they do not
-
-
-def print_masks(rank):
-    forward = nn.Dropout.forward
-
-    def watched(self, value):
-        output = forward(self, value)
-        if self.training:
-            print("mask", json.dumps((output == 0).int().flatten().tolist()))
-        return output
-
-    nn.Dropout.forward = watched
-
-
-@pytest.mark.parametrize(("mode", "n"), MODES)
-def test_dropout_never_repeats(mode, n, tmp_path):
-    """Every rank or replica drops other units in every micro-batch of every step of every epoch, and none in evaluation."""
-    argv = (*BASE, "--model", "dropout", "--epochs", "2", "--accum-steps", "2")
-    result = train(mode, n, *argv, folder=tmp_path, patch=print_masks)
-    assert result.code == 0, result.err
-    masks = printed(result.out, "mask")
-    masks = [
-        tuple(mask[:200]) for mask in masks
-    ]  # pieces are not equally long, and their masks begin alike
-    assert len(masks) == 2 * 6 * 2 * n
-    assert len(set(masks)) == len(masks)
-
-
-@pytest.mark.parametrize(("mode", "n"), MODES)
-def test_loss_scale_leaves_no_trace(mode, n, tmp_path):
-    argv = (*BASE, "--epochs", "1", "--clip-grad-norm", "0.5")
-    reference, result = (
-        single_run(*argv),
-        train(mode, n, *argv, folder=tmp_path, patch=scale_by_1024),
-    )
-    assert result.code == 0, result.err
-    assert (
-        result.checkpoint()["scaler"]["scale"] == 1024
-        and reference.train_lines()[0]["grad_norm"] > 0.5
-    )
-    assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
-    assert deviation(result.checkpoint()["model"], reference.checkpoint()["model"]) <= 1e-10
 
 
 @pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("spawn", 2)])

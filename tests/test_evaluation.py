@@ -7,16 +7,12 @@ import itertools
 import json
 import math
 import os
-import random
-import shutil
 import signal
 
-import numpy as np
 import pytest
-import torch
 from harness import make_args, train, undisturbed
 from patches import BASE, printed, set_environment_of, without_speed
-from runs import end, load, make_run
+from runs import end, make_run
 from short_runs import NOISE, ODD, ODD_MODES
 
 import machinery.process
@@ -33,24 +29,6 @@ def test_evaluation_repeats_what_it_draws(mode, n, tmp_path):
     result = train(mode, n, *NOISE, "--lr", "0", "--epochs", "2", folder=tmp_path)
     first, second = result.eval_lines()
     assert first["loss"] == second["loss"], result.err
-
-
-def test_seeds_of_an_evaluation_are_no_seeds_of_training():
-    def drawn():
-        return torch.rand(()).item(), random.random(), np.random.rand()
-
-    seeds = []
-    for begin in (
-        *(functools.partial(sampling.seed_evaluation, 3, i) for i in (0, 1, 2)),
-        *(functools.partial(sampling.seed_rng, 3, step, i) for step in (0, 1) for i in (0, 1)),
-        functools.partial(sampling.seed_evaluation, 4, 0),
-    ):
-        begin()
-        seeds.append(drawn())
-        begin()
-        assert drawn() == seeds[-1]
-    for values in zip(*seeds):
-        assert len(set(values)) == len(seeds)
 
 
 def test_evaluation_batches_are_the_same_at_every_world_size():
@@ -118,37 +96,6 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
     assert all(event[1:] == [2, 0, 1] for event in events[8:])
 
 
-@pytest.mark.parametrize("number", machinery.process.SIGNALS)
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_stop_within_an_evaluation_comes_after_it(number, epochs, tmp_path):
-    """In the last epoch all is done then, and there is nothing to stop."""
-    run = make_run(tmp_path, "--epochs", epochs)
-    run.state.step, run.state.global_step = run.sampler.steps_per_epoch, 6
-    os.kill(os.getpid(), number)
-    if epochs == 1:
-        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    else:
-        with pytest.raises(machinery.process.Stopped) as stopped:
-            run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-        assert stopped.value.code == machinery.process.SIGNALS[number]
-        assert stopped.value.reason == f"stopped by {number.name} after saving step 6"
-    saved = load(run.files.directory / "last.pt")
-    assert (saved["epoch"], saved["step"]) == (1, 0) and (run.files.directory / "best.pt").exists()
-    assert (run.files.directory / "metrics.jsonl").read_text().count('"eval"') == 1
-
-
-def test_evaluation_in_training_names_the_epoch_that_ends(tmp_path, capsys):
-    run = make_run(tmp_path, "--epochs", 3)
-    for epoch in range(2):
-        run.state.step, run.state.global_step = run.sampler.steps_per_epoch, 6 * epoch + 6
-        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
-    lines = [line for line in capsys.readouterr().out.splitlines() if "  eval  " in line]
-    assert [line.split("  ")[0] for line in lines] == ["epoch 1/3", "epoch 2/3"]
-    logged = map(json.loads, (run.files.directory / "metrics.jsonl").read_text().splitlines())
-    assert [(line["epoch"], line["global_step"]) for line in logged] == [(0, 6), (1, 12)]
-    assert (run.state.epoch, run.state.step) == (2, 0)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
 def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_path, monkeypatch):
@@ -167,27 +114,6 @@ def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_
     assert resumed.code == 0, resumed.err
     assert without_speed(resumed.lines) == without_speed(reference.lines)
     assert resumed.checkpoint("best.pt")["best"] == reference.checkpoint("best.pt")["best"]
-
-
-def keep_last_before_the_evaluation(rank):
-    eval_model = machinery.run.Run.eval_model
-
-    def watched(run):
-        shutil.copy(run.files.directory / "last.pt", run.files.directory / "before.pt")
-        return eval_model(run)
-
-    machinery.run.Run.eval_model = watched
-
-
-def test_evaluation_after_the_checkpoint_is_logged_once(tmp_path):
-    """A crash between the evaluation and the save: the checkpoint is that of the epoch's last step, and the log is ahead of it."""
-    argv = (*BASE, "--epochs", "1", "--save-every", "6")
-    first = train("single", 1, *argv, folder=tmp_path, patch=keep_last_before_the_evaluation)
-    lines = without_speed(first.lines)
-    os.replace(first.folder / "before.pt", first.folder / "last.pt")
-    assert (first.checkpoint()["epoch"], first.checkpoint()["step"]) == (0, 6)
-    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    assert resumed.code == 0 and without_speed(resumed.lines) == lines
 
 
 # -------------------------------------------------------------------------------------- --eval-only
@@ -218,19 +144,6 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
         "top1": 0.25,
         "count": 57,
     }
-
-
-def test_eval_only_leaves_the_folder_of_a_run_as_it_is(run, capsys):
-    """It prints, and that is all."""
-    run.save("last.pt")
-    end(run)
-    before = {path.name: path.read_bytes() for path in run.files.directory.iterdir()}
-    path = run.files.directory / "last.pt"
-    again = make_run(run.files.directory.parent, "--eval-only", "--resume", path)
-    capsys.readouterr()
-    again.log.eval_line({"loss": 1.5, "top1": 0.25, "count": 57})
-    assert "epoch 2/30  eval  loss 1.500000" in capsys.readouterr().out
-    assert {path.name: path.read_bytes() for path in run.files.directory.iterdir()} == before
 
 
 def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):

@@ -183,19 +183,6 @@ def test_refused_input_ends_the_other_ranks_at_once(monkeypatch):
     assert processes[1].killed and next(clock) < 10, "far from the end of GRACE"
 
 
-@pytest.mark.parametrize(("local_rank", "waited"), [("0", []), ("1", [30])])
-def test_input_that_all_ranks_refuse_is_told_once(local_rank, waited, monkeypatch, handlers):
-    """The first rank of a machine tells it, and its end is the end of the others."""
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    naps = []
-    monkeypatch.setattr(machinery.process, "time", SimpleNamespace(sleep=naps.append))
-
-    def refuse():
-        raise common.UsageError("--task wrong.py")
-
-    assert machinery.process.run_main(refuse) == 2 and naps == waited
-
-
 GONE = [  # of torch 2.6 and 2.15
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection reset by peer [127.0.0.1]:4711. This is typically caused by",
@@ -221,22 +208,6 @@ def lose_the_other_rank(launcher):
         )
 
     return machinery.process.run_main(main)
-
-
-def test_batch_of_a_killed_worker_tells_of_the_worker(monkeypatch, capsys):
-    """torch meets whichever comes first: that the worker is gone, or that its memory is."""
-
-    def rebuild_storage_fd():
-        raise ConnectionResetError(104, "Connection reset by peer")
-
-    ends = []
-    monkeypatch.setattr(machinery.process, "leave", ends.append)
-    try:
-        rebuild_storage_fd()
-    except OSError as error:
-        machinery.process.fail(error)
-    assert ends == [1]
-    assert "DataLoader worker of this process exited unexpectedly" in capsys.readouterr().err
 
 
 def test_rank_that_lost_another_leaves_in_silence_if_the_launcher_is_ours(tmp_path):

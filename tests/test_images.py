@@ -1,7 +1,6 @@
 """What becomes of an image file: its pixels in evaluation, its crop in training."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -216,40 +215,6 @@ def test_image_file_is_augmented_alike_whoever_loads_it(size, side, tmp_path):
             assert any(
                 alone[index].equal(crop) or alone[index].equal(crop.flip(-1)) for crop in crops
             )
-
-
-def test_jpeg_files_are_decoded_together_and_each_as_if_alone(tmp_path, monkeypatch):
-    """A call of torchvision's decoder costs a quarter of decoding a small image; a broken one must not change its neighbours."""
-    import torchvision
-    from torchvision.io import write_jpeg
-
-    paths = [str(tmp_path / f"{i:02}.jpg") for i in range(40)]
-    for path in paths:
-        write_jpeg(torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8), path)
-    sizes, decode_jpeg = [], torchvision.io.decode_jpeg
-
-    def counted(files, mode):
-        sizes.append(len(files))
-        return decode_jpeg(files, mode)
-
-    dataset = task.ImageFiles(list(zip(paths, range(40))), 16, training=False)
-    alone = [task.read_images([path])[0] for path in paths]
-    assert len({image.numpy().tobytes() for image in alone}) == 40
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", counted)
-    images, targets = dataset.__getitems__([*range(39, -1, -1)])
-    assert images.equal(torch.stack(alone[::-1])) and targets.tolist() == [*range(39, -1, -1)]
-    assert sizes == [16, 16, 8]
-    sizes.clear()
-    task.ImageFiles(list(zip(paths, range(40))), 64, training=False).__getitems__([3, 2, 1])
-    assert sizes == [1, 1, 1], "photographs would fill the memory"
-
-    content = Path(paths[3]).read_bytes()
-    Path(paths[3]).write_bytes(content[: len(content) // 2])
-    with pytest.raises(OSError, match=r"03\.jpg: "):
-        dataset.__getitems__([2, 3])
-    torchvision.io.write_png(alone[7], paths[5])
-    images, _ = dataset.__getitems__([4, 5, 6])
-    assert images.equal(torch.stack([alone[4], alone[7], alone[6]])), "of two kinds"
 
 
 def test_damaged_png_is_an_error_and_not_the_end_of_the_process(tmp_path):

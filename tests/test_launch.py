@@ -138,39 +138,6 @@ def test_link_to_run_sh_uses_the_folder_of_the_project(tmp_path):
     assert [path.name for path in (tmp_path / "link").iterdir()] == ["run.sh"]
 
 
-SHIM = """#!/bin/sh
-echo "$PWD" >>'{log}'
-[ "$(cat .python-version)" = here ] && exec '{python}' "$@"
-echo "shim: no version is set for this folder" >&2
-exit 127
-"""
-
-
-@pytest.mark.long
-def test_python_that_a_shim_picks_in_the_users_folder_is_used_for_everything(tmp_path):
-    """As pyenv and asdf do: which Python `python3` starts depends on a file in the current folder, and the project's has none."""
-    user, programs = tmp_path / "user", tmp_path / "programs"
-    user.mkdir()
-    programs.mkdir()
-    (user / ".python-version").write_text("here\n")
-    (programs / "python3").write_text(SHIM.format(log=tmp_path / "log", python=sys.executable))
-    (programs / "python3").chmod(0o755)
-    finished = run_sh(
-        "ddp", 2, "--device", "cpu", "--batch-size", 1, cwd=user, first_on_path=programs
-    )
-    assert (
-        finished.returncode == 2
-        and "--batch-size 1 cannot be cut into 2 devices" in finished.stderr
-    ), finished.stderr
-    assert (tmp_path / "log").read_text().splitlines() == [str(user)], (
-        "asked once, where the user is"
-    )
-    finished = run_sh("single", "--help", cwd=tmp_path, first_on_path=programs)
-    assert finished.returncode == 2 and finished.stderr.splitlines()[-1].endswith(
-        "python3 does not start; activate Python 3.10 or later"
-    )
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "arguments", "message"),

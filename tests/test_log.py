@@ -130,33 +130,6 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
     assert min(line["images_per_s"] for line in lines) > 100, "or rounding would hide a factor"
 
 
-def test_learning_rate_and_norm_of_a_line_are_those_of_its_step(clock, tmp_path):
-    run = make_run(tmp_path, "--log-every", 3, "--epochs", 2, "--lr", "0.7", "--schedule", "cosine")
-    start_epoch(run)
-    for step, losses in enumerate(LOSSES):
-        clock.seconds += 1
-        used = run.state.optimizer.param_groups[0]["lr"]
-        assert used == pytest.approx(0.7 * (1 + math.cos(math.pi * step / 12)) / 2, rel=1e-12)
-        make_step(run, losses, norm=step + 0.1)
-    lines = log_of(tmp_path)
-    assert column(lines, "grad_norm") == [2.1, 5.1], "in all their digits"
-    factors = [(1 + math.cos(math.pi * step / 12)) / 2 for step in (2, 5)]
-    assert column(lines, "lr") == pytest.approx([0.7 * factor for factor in factors], rel=1e-12)
-    names = [
-        "event",
-        "epoch",
-        "step",
-        "global_step",
-        "loss",
-        "lr",
-        "images_per_s",
-        "grad_norm",
-        "skipped",
-        "data_wait",
-    ]
-    assert set(names) <= set(lines[0]) and all(line["event"] == "train" for line in lines)
-
-
 ODD_METRIC = """
 import torch
 from small import build_datasets, build_model, per_sample_loss
@@ -310,22 +283,6 @@ def test_every_mode_logs_the_norm_of_the_whole_gradient_before_clipping(tmp_path
         found = train(mode, n, *argv, folder=tmp_path / mode, steps=0)
         assert column(found.train_lines(), "grad_norm") == pytest.approx(wanted, rel=1e-9), mode
         assert column(found.train_lines(), "skipped") == [0] * 6
-
-
-def test_resumed_run_says_where_it_goes_on(tmp_path, capsys):
-    """Epochs are counted from 1, and steps say how many are done."""
-    for epoch, step, where in (
-        (1, 4, "at epoch 2, step 4"),
-        (2, 0, "at epoch 3, step 0"),
-        (3, 0, "after all 3 epochs: nothing is left to do; a larger --epochs goes on"),
-    ):
-        run = make_run(tmp_path, "--epochs", 3, "--resume", "auto")
-        run.state.epoch, run.state.step, run.state.global_step = epoch, step, 6 * epoch + step
-        run.save("last.pt")
-        end(run)
-        capsys.readouterr()
-        make_run(tmp_path, "--epochs", 3, "--resume", "auto").files.log.close()
-        assert capsys.readouterr().out.splitlines()[-1] == f"resumed {where}"
 
 
 def print_closed(rank):

@@ -403,11 +403,11 @@ def gate_on_local_rank(rank):
     machinery.run.Run._open = open_own_folder
 
 
-def open_own_folder(self, built):
+def open_own_folder(self):
     self.args.output_dir += (
         f"-{dist.get_rank()}"  # or the lock of metrics.jsonl would notice that two write there
     )
-    return _open(self, built)
+    return _open(self)
 
 
 _open = machinery.run.Run._open

@@ -321,13 +321,6 @@ def test_pitfall_37_one_rank_prints_and_writes(tmp_path):
     )
 
 
-def test_pitfall_37_one_event_file(tmp_path):
-    """TensorBoard shows N curves for one run: every rank opened an event file."""
-    result = train("ddp", 2, *BASE, "--epochs", "1", "--tensorboard", folder=tmp_path)
-    assert result.code == 0, result.err
-    assert len(list(result.folder.rglob("events.out.tfevents.*"))) == 1
-
-
 # ----------------------------------------------------------------------------------------------- 38
 
 
@@ -533,21 +526,6 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
     assert deviation(torch.load(tmp_path / "spawn" / "last.pt")["model"], reference) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    "url", [None, "tcp://127.0.0.1", "127.0.0.1:29500", "tcp://no-such-host.invalid:29500"]
-)
-def test_pitfall_40_unusable_address_is_an_error(url, tmp_path):
-    """The launcher of the second machine waits for ever at an address where nobody can be: it must say so at once."""
-    argv = [
-        *BASE,
-        *"--nproc 1 --nnodes 2 --node-rank 1 --timeout 5 --output-dir".split(),
-        str(tmp_path / "run"),
-    ]
-    target = functools.partial(spawn_launcher, argv + (["--dist-url", url] if url else []))
-    ((code, _, err),) = run_processes([target], tmp_path, timeout=20)
-    assert code == 2 and "--dist-url" in err, err
-
-
 def print_ranks_of_slurm():
     job = {
         "PROCID": "5",
@@ -579,32 +557,6 @@ def test_pitfall_40_ranks_from_slurm():
     """Under `srun` every task believes to be rank 0 of 1: SLURM names ranks by other variables than torchrun."""
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()
     assert in_process(print_ranks_of_slurm).split() == ["5", "1", "7", "3", "gpu07", "24711"]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "tasks", "address"),
-    [("gpu[007-009]", "2(x2),1", "gpu007"), ("b,a[1-3]", "1(x4)", "b"), ("gpu3", "8", "127.0.0.1")],
-)
-def test_pitfall_40_address_from_slurm(nodes, tasks, address, monkeypatch):
-    """The list of hosts is written in brackets, and the first is where rank 0 is; what the user has exported counts more."""
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
-        monkeypatch.setenv(name, "")  # so that the end of the test restores it
-        monkeypatch.delenv(name)
-    slurm = {"PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_ID": "1", "STEP_NUM_TASKS": "5"}
-    for name, value in {**slurm, "STEP_NODELIST": nodes, "STEP_TASKS_PER_NODE": tasks}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    assert machinery.process.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == address
-    assert not machinery.process.take_ranks_of_slurm(), "torchrun under srun has named the ranks"
-    monkeypatch.delenv("RANK")
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert machinery.process.take_ranks_of_slurm() and os.environ["MASTER_ADDR"] == "10.0.0.1"
 
 
 # ----------------------------------------------------------------------------------------------- 41

@@ -8,11 +8,8 @@ import pytest
 import torch
 from harness import (
     TASKS,
-    compare,
     factor_of,
-    loader_of,
     make_args,
-    make_sampler,
     single_run,
     train,
     undisturbed,
@@ -63,18 +60,6 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "n"), [("single", 1), ("dp", 3), ("ddp", 1), ("ddp", 4), ("spawn", 3)]
-)
-def test_checkpoint_of_one_mode_and_world_size_resumes_in_any_other(mode, n, tmp_path):
-    argv = (*SMALL, "--dtype", "float64")
-    stopped = train("ddp", 2, *argv, folder=tmp_path, patch=functools.partial(stop_after, 9))
-    assert stopped.code == 143
-    resumed = train(mode, n, *argv, "--resume", "auto", folder=tmp_path, steps=0)
-    deviations = compare(resumed, single_run(*argv))
-    assert max(deviations.values()) <= 1e-10, deviations
-
-
 def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
     argv = (*BASE, "--dtype", "float32", "--amp", "fp16", "--epochs", "2")
     straight = single_run(*argv)
@@ -122,48 +107,6 @@ def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch):
     shutil.copytree(result.folder, machinery.run.output_directory(make_args("ddp", *BASE)))
     path, found = find(make_args("ddp", *BASE), 203)
     assert found["global_step"] == 6 and path.parts[-3:] == ("runs", "pit_models-one", "last.pt")
-
-
-def test_run_killed_in_its_evaluation_goes_on_with_it(tmp_path):
-    straight = train("single", 1, *EVERYTHING, folder=tmp_path / "straight")
-    patch = functools.partial(
-        call_in_task, "per_sample_metrics", 11, functools.partial(os._exit, 9)
-    )  # eight batches each
-    assert train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch).code == 9
-    resumed = train("single", 1, *EVERYTHING, "--resume", "auto", folder=tmp_path)
-    assert without_speed(resumed.lines) == without_speed(straight.lines)
-    assert "resumed at epoch 2, step 6" in resumed.out
-
-
-class Noted:
-    """Samples that note in a file that they were loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        with open(self.path, "a") as file:
-            file.write(f"{index}\n")
-        return torch.tensor(index), torch.tensor(0)
-
-
-def test_workers_load_nothing_that_a_resumed_run_skips(tmp_path):
-    sampler = make_sampler(40, 4)
-    loader = loader_of(
-        make_args("single", "--workers", "1"),
-        Noted(tmp_path / "loaded"),
-        sampler,
-        torch.device("cpu"),
-    )
-    sampler.set_position(0, 7)
-    for _ in range(2):
-        batches = [index for inputs, _ in loader for index in inputs.tolist()]
-        assert len(batches) == 12 and len(set(batches)) == 12
-    assert [int(line) for line in (tmp_path / "loaded").read_text().split()] == 2 * batches
-    loader._iterator._shutdown_workers()
 
 
 # ---------------------------------------------------------------------- the same run or another one
@@ -365,49 +308,3 @@ def test_going_back_to_an_older_checkpoint_is_going_back(tmp_path):
         "single", 1, *EVERYTHING, "--keep-every", "1", "--resume", "auto", folder=tmp_path
     )
     assert "resumed at epoch 2, step 0" in resumed.out and without_speed(resumed.lines) == before
-
-
-def test_resume_from_elsewhere_does_not_overwrite_another_run(tmp_path):
-    first, second = (
-        train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / name)
-        for name in ("first", "second")
-    )
-    before = second.lines
-    refused = train(
-        "single",
-        1,
-        *BASE,
-        "--epochs",
-        "2",
-        "--resume",
-        first.folder / "last.pt",
-        folder=tmp_path / "second",
-    )
-    assert refused.code == 2 and "already holds a run" in refused.err and refused.lines == before
-
-
-class start_another_run_in:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __call__(self, rank):
-        save = machinery.run.Run.save
-
-        def save_and_start_another(run, *names):
-            machinery.run.Run.save = save
-            import train_single
-
-            argv = [*SMALL, "--output-dir", str(self.folder / "run")]
-            child = os.fork()
-            if not child:
-                os._exit(machinery.process.run_main(lambda: train_single.main(argv)))
-            print("second run:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            save(run, *names)
-
-        machinery.run.Run.save = save_and_start_another
-
-
-def test_second_run_in_one_folder_is_refused(tmp_path):
-    result = train("single", 1, *SMALL, folder=tmp_path, patch=start_another_run_in(tmp_path))
-    assert result.code == 0, result.err
-    assert "second run: 2" in result.out and "another run is writing there" in result.err

@@ -268,20 +268,6 @@ def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
 # ---------------------------------------------------------------------------------- several signals
 
 
-def signal_this_rank(rank):
-    after_step(3, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-
-
-def test_signal_to_all_ranks_is_one_signal(tmp_path):
-    """As from a batch system, which signals every process: one stop, one message, and for SLURM's warning exit code 0."""
-    result = train("ddp", 2, *BASE, folder=tmp_path, patch=signal_this_rank)
-    assert (
-        result.code == 0
-        and result.err.count("stopped by SIGUSR1 after saving step 4 (exit code 0)") == 1
-    )
-    assert result.checkpoint()["global_step"] == 4
-
-
 USR1, INT, TERM = signal.SIGUSR1, signal.SIGINT, signal.SIGTERM
 BY_STRENGTH = {
     USR1: 0,
@@ -347,25 +333,6 @@ def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tm
     message = f"stopped by {winner.name} after saving step {step} (exit code {BY_STRENGTH[winner]})"
     said = [line for line in result.err.splitlines() if "stopped by" in line]
     assert said and all(line.endswith(message) for line in said), result.err
-
-
-@pytest.mark.parametrize("number", BY_STRENGTH)
-def test_stop_says_what_it_saved_and_ends_with_its_code(
-    number, handlers, tmp_path, capsys, monkeypatch
-):
-    run = make_run(tmp_path, "--log-every", "50")
-    start_epoch(run)
-    monkeypatch.setattr(run.log.bar, "close", lambda: print("the line of the bar ends"))
-    make_step(run, [1.0])
-    os.kill(os.getpid(), number)
-    with pytest.raises(machinery.process.Stopped) as stopped:
-        make_step(run, [1.0])
-    assert stopped.value.code == BY_STRENGTH[number]
-    assert stopped.value.reason == f"stopped by {number.name} after saving step 2"
-    again = f"--output-dir {run.files.directory} --resume auto"
-    last = ["the line of the bar ends", f"to go on: the same command with {again}"]
-    assert capsys.readouterr().out.splitlines()[-2:] == last
-    assert (run.files.directory / "last.pt").exists()
 
 
 @pytest.mark.parametrize("number", BY_STRENGTH)

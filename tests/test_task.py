@@ -1,7 +1,5 @@
 """The default task: which data sets there are, how their images are augmented, its models, losses and metrics."""
 
-import fcntl
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -167,37 +165,6 @@ def test_default_task_augments_by_the_seed_and_only_in_training():
 
 
 # ---------------------------------------------------------------------------------------- downloads
-
-
-def test_torchvision_sets_are_downloaded_under_the_lock(tmp_path, monkeypatch):
-    calls = []
-
-    class Source:
-        classes = None
-        data, targets = torch.zeros(20, 28, 28, dtype=torch.uint8), list(range(10)) * 2
-
-        def __init__(self, root, train, download):
-            other = os.open(root, os.O_RDONLY)
-            try:
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                calls.append((train, download, "free"))
-            except BlockingIOError:
-                calls.append((train, download, "locked"))
-            os.close(other)
-
-    monkeypatch.setattr("torchvision.datasets.MNIST", Source)
-    folder = tmp_path / "new"
-    task.build_datasets(
-        make_args("single", "--dataset", "mnist", "--data-dir", str(folder), "--download")
-    )
-    assert calls == [(True, True, "locked"), (False, True, "locked")]
-    train_set, _ = task.build_datasets(
-        make_args("single", "--dataset", "mnist", "--data-dir", str(folder))
-    )
-    assert calls[2:] == [(True, False, "free"), (False, False, "free")], (
-        "nothing is locked where nothing is written"
-    )
-    assert len(train_set) == 20 and train_set.targets.tolist() == Source.targets
 
 
 # ------------------------------------------------------------------------- models, loss and metrics
