@@ -1,9 +1,9 @@
 """What makes a training loop right, on one device and on many.
 
 In this order: ranks and devices, communication, batches, the model, optimization, averages, meters,
-the state of a run, checkpoint files. This file imports nothing else of the project, so
-that you can copy it. Without a process group the helpers that communicate change nothing: a loop
-needs no branch on the mode.
+the state of a run, checkpoint files. This file imports nothing else of the project, so that you can
+copy it. Without a process group the helpers that communicate change nothing: a loop needs no branch
+on the mode.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ def backend(device: torch.device) -> str:
     """Return gloo for CPU tensors, and for an accelerator its own library too."""
     # torch imports this module later by itself. If a process group exists then, one of the
     # module's default arguments keeps that group for ever.
+    import torch.distributed.nn.functional  # noqa: F401
 
     if device.type == "cpu":
         return "gloo"  # with "cpu:gloo" torch 2.8 may find no default backend

@@ -25,7 +25,9 @@ dataset_metrics(outputs)                 {name: float}: metrics that are no mean
 train_metrics(outputs, targets)          the metrics of the training log; without this function
                                          the log has the loss alone, and no step computes more
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
-add_options(parser)                      calls parser.add_argument for options of this task
+add_options(parser)                      calls parser.add_argument for options of this task. A
+                                         resumed run must have the same values, unless
+                                         parser.add_argument(...).may_change = True
 """
 
 from __future__ import annotations

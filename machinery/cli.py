@@ -108,8 +108,6 @@ filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell
 url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
 ROOT = Path(__file__).resolve().parent.parent
-
-
 TASK = str(ROOT / "task.py")
 
 
@@ -268,10 +266,12 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None) -> list[str]:
+def add_options_of_task(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> tuple[list[str], set[str]]:
     """Let the file of --task add its options, and return their names in the parsed arguments.
 
-    They describe the run, like those that are FIXED.
+    The second result has those that are FREE; see task.py. The others are FIXED and EVALUATED.
     """
     first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     first.add_argument("--task", type=task_file, default=TASK, nargs="?")
@@ -279,12 +279,13 @@ def add_options_of_task(parser: argparse.ArgumentParser, argv: list[str] | None)
     with contextlib.suppress(argparse.ArgumentError):  # the parser of the mode says so
         path = Path(first.parse_known_args(argv)[0].task or TASK)
     if not path.is_file():
-        return []
+        return [], set()
     with blame(f"--task {path}: add_options", str(path)):
         group = parser.add_argument_group(f"task {path.stem}")
         if add_options := getattr(load_module(path), "add_options", None):
             add_options(group)
-    return [action.dest for action in group._group_actions]
+    free = {a.dest for a in group._group_actions if getattr(a, "may_change", False)}
+    return [action.dest for action in group._group_actions], free
 
 
 def declared(args: argparse.Namespace) -> dict[str, Any]:
@@ -306,12 +307,13 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
     fixed = config.keys() - keys(MAY_CHANGE)
     if args.eval_only:
         fixed = keys(EVALUATED) | {*args.task_options}  # what changes the numbers
+    per_node = keys(PER_NODE) | args.free_task_options
     return {name: getattr(args, name) for name in (*names, "log_every", "tensorboard")} | {
         "name": Path(args.task).stem,  # of a new directory
         "replicas": getattr(args, "replicas", 1),
         "config": config,
-        "fixed": fixed,
-        "same_on_all_ranks": config.keys() - keys(PER_NODE),
+        "fixed": fixed - args.free_task_options,
+        "same_on_all_ranks": config.keys() - per_node,
     }
 
 
@@ -331,9 +333,9 @@ def parse_args(
     UsageError that names the option, what was given and what would work.
     """
     parser = build_parser(mode)
-    task_options = add_options_of_task(parser, argv)
+    task_options, free = add_options_of_task(parser, argv)
     args = parser.parse_args(argv)
-    args.task_options = task_options
+    args.mode, args.task_options, args.free_task_options = mode, task_options, free
     for name in task_options:
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         problem = f"its value {value!r} cannot be stored in a checkpoint"

@@ -103,7 +103,8 @@ class Run:
 
     def _open(self) -> dict[str, Any] | None:
         self.files = self.log.files = RunFiles(self.directory, self.eval_only)
-        if attempt() > 0 and not self.output_dir and not os.environ.get("LAUNCH_PID"):
+        restarted = attempt() > 0 and not self.eval_only
+        if restarted and not self.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
             raise UsageError("--output-dir is needed for torchrun to start a run again")
         path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
         if checkpoint:

@@ -128,7 +128,7 @@ class Task:
             if not isinstance(net, nn.Module) or not list(net.parameters()):
                 found = type(net).__name__
                 raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
-            check_tensors(net, where, args.channels_last, sharded=hasattr(args, "shard_size"))
+            check_tensors(net, where, args.mode, args.channels_last)
         with self.blame("get_extra_state of the model"):
             read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, Tensor)})
         own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
@@ -196,8 +196,12 @@ class Task:
             return found
 
 
-def check_tensors(net: nn.Module, where: str, channels_last: bool, sharded: bool) -> None:
+def check_tensors(net: nn.Module, where: str, mode: str, channels_last: bool) -> None:
     """Raise UsageError if the model has a tensor that a run cannot train, cut or load."""
+    for name, module in net.named_modules():
+        if mode in ("ddp", "spawn", "fsdp") and getattr(module, "sparse", False) is True:
+            problem = f"{name} has sparse gradients, which {mode} cannot average"
+            raise UsageError(f"{where}: {problem}; leave out sparse=True")
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
@@ -207,7 +211,7 @@ def check_tensors(net: nn.Module, where: str, channels_last: bool, sharded: bool
             raise UsageError(f"{where}: {name} is expanded and cannot be loaded; clone it")
         if channels_last and tensor.dim() == 5:
             raise UsageError(f"--channels-last needs 4 dimensions, {name} has 5; leave it out")
-        if sharded and isinstance(tensor, nn.Parameter) and not tensor.dim():
+        if mode == "fsdp" and isinstance(tensor, nn.Parameter) and not tensor.dim():
             raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
 
 

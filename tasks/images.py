@@ -42,15 +42,17 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of this task."""
     add = parser.add_argument
     add("--dataset", choices=[*DATASETS], default="imagefolder", help="(default: %(default)s)")
-    add("--data-dir", metavar="DIR", help="directory of the data set's files")
+    data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
     fetch = "fetch the data set into --data-dir if it is missing"
-    add("--download", action=argparse.BooleanOptionalAction, default=False, help=fetch)
+    download = add("--download", action=argparse.BooleanOptionalAction, default=False, help=fetch)
     side = "side of the square images of imagefolder and synthetic (default: 224)"
     add("--image-size", type=int, metavar="N", help=side)
     model = "resnet9, or any classification model of torchvision (default: %(default)s)"
     add("--model", metavar="NAME", default="resnet9", help=model)
     pretrained = "start from torchvision's weights for --model"
-    add("--pretrained", action=argparse.BooleanOptionalAction, default=False, help=pretrained)
+    weights = add("--pretrained", action=argparse.BooleanOptionalAction, help=pretrained)
+    for option in (data_dir, download, weights):
+        option.may_change = True  # when a run is resumed
     smoothing = "probability spread over all classes (default: %(default)s)"
     add("--label-smoothing", type=float, metavar="X", default=0.1, help=smoothing)
 
