@@ -92,7 +92,7 @@ mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(n
        "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]", "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
 mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self.grad_scaler.get_scale() * nn.utils.get_total_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
-mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
+mutant("scaler: only NaN is noticed", "common", "~self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("scaler: scale of fp16 fixed", "common", 'enabled=amp == "fp16"', "enabled=False", f"{SKIP}[nan-fp16]")
 mutant("scaler: skipped steps not counted", "common", "self.skipped += self.bad", "pass", f"{SKIP}[nan-off]")
 mutant("scaler: in a row is never reset", "common", "(self.in_a_row + self.bad) * self.bad", "self.in_a_row + self.bad", DIVERGED)
@@ -116,21 +116,22 @@ mutant("load: parts may be missing", "common", "if missing :=", 'if missing := "
 
 # sampling.py
 
-mutant("order: the same every epoch", "sampling", "splitmix64(self.seed, self.epoch, -1)", "splitmix64(self.seed, 0, -1)", "test_order_is_a_function_of_seed_and_epoch")
-mutant("order: without the seed", "sampling", "splitmix64(self.seed, self.epoch, -1)", "splitmix64(0, self.epoch, -1)", "test_order_is_a_function_of_seed_and_epoch")
-mutant("order: seed 1, epoch 0 is seed 0, epoch 1", "sampling", "splitmix64(self.seed, self.epoch, -1)", "splitmix64(self.seed + self.epoch, -1)",
+mutant("order: the same every epoch", "sampling", "splitmix64(seed, epoch, -1)", "splitmix64(seed, 0, -1)", "test_order_is_a_function_of_seed_and_epoch")
+mutant("order: without the seed", "sampling", "splitmix64(seed, epoch, -1)", "splitmix64(0, epoch, -1)", "test_order_is_a_function_of_seed_and_epoch")
+mutant("order: seed 1, epoch 0 is seed 0, epoch 1", "sampling", "splitmix64(seed, epoch, -1)", "splitmix64(seed + epoch, -1)",
        "test_orders_of_epochs_and_seeds_are_independent[40]")
 mutant("sampler: a resumed epoch starts anew", "sampling", "range(step, self.steps_per_epoch)", "range(self.steps_per_epoch)",
        "test_resuming_at_any_step_yields_exactly_the_rest[1]")
-mutant("sampler: all ranks take the same piece", "sampling", "tensor_split(self.world_size)[self.rank] for", "tensor_split(self.world_size)[0] for", f"{PIECES}[2]")
-mutant("sampler: strided pieces", "sampling", "m.tensor_split(self.world_size)[self.rank] for", "m[self.rank :: self.world_size] for", f"{PIECES}[2]")
-mutant("sampler: torch.chunk, which may leave a rank without samples", "sampling", "m.tensor_split(self.world_size)[self.rank] for",
-       "(*m.chunk(self.world_size), *[m[:0]] * self.world_size)[self.rank] for", f"{PIECES}[4]")
-mutant("sampler: micro-batches cut after the ranks", "sampling", "batch.tensor_split(self.accum_steps)", "[batch]",
+mutant("sampler: all ranks take the same piece", "sampling", "np.array_split(m, self.world_size)[self.rank]", "np.array_split(m, self.world_size)[0]",
+       f"{PIECES}[2]")
+mutant("sampler: strided pieces", "sampling", "np.array_split(m, self.world_size)[self.rank]", "m[self.rank :: self.world_size]", f"{PIECES}[2]")
+mutant("sampler: torch.chunk, which may leave a rank without samples", "sampling", "np.array_split(m, self.world_size)[self.rank]", "m[self.rank * -(-len(m) // self.world_size) :][: -(-len(m) // self.world_size)]",
+       f"{PIECES}[4]")
+mutant("sampler: micro-batches cut after the ranks", "sampling", "np.array_split(batch, self.accum_steps)", "[batch]",
        "test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
 mutant("sampler: the ragged tail is kept", "sampling", "steps_per_epoch = length // batch_size", "steps_per_epoch = math.ceil(length / batch_size)", f"{PIECES}[2]")
 mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > length:", "if False:", "test_empty_epoch_is_an_error_that_names_both_numbers")
-mutant("balanced: every sample equally often", "sampling", "if not self.balanced:", "if True:", "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
+mutant("balanced: every sample equally often", "sampling", "if classes is None:", "if True:", "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
 mutant("evaluation: shards padded to the same length", "sampling", "min(start + self.batch_size, self.length)", "start + self.batch_size", f"{SHARDS}[3]")
 mutant("evaluation: every rank starts at sample 0", "sampling", "[rank::world_size]", "[0::world_size]", f"{SHARDS}[3]")
 mutant("evaluation: the last batch is dropped", "sampling", "self.steps = range(0, length, self.batch_size)[",
@@ -157,32 +158,31 @@ mutant("seeds: without torch.default_generator.manual_seed(bits)", "sampling", "
 mutant("data: --skip-corrupt ignored", "sampling", "if not self.skip_corrupt:", "if True:", "test_broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("loader: workers started anew every epoch", "sampling", '{"persistent_workers": True,', "{", "test_pitfall_38_workers_stay_and_cores_are_divided")
 mutant("loader: workers do not ignore signals", "sampling", "signal.signal(number, signal.SIG_IGN)", "pass", f"{SIGTERM_SAVES}[2]")
-mutant("workers: load what is not wanted", "sampling", "sampler.steps = ()", "pass", "test_workers_load_nothing_that_a_resumed_run_skips")
-mutant("devices: all cores for every process", "sampling", "// processes", "", "test_pitfall_38_workers_stay_and_cores_are_divided")
+mutant("workers: load what is not wanted", "sampling", "steps, sampler.steps = sampler.steps, ()", "steps = sampler.steps",
+       "test_workers_load_nothing_that_a_resumed_run_skips")
+mutant("devices: all cores for every process", "common", "// processes", "", "test_pitfall_38_workers_stay_and_cores_are_divided")
 
 # task.py
 
-mutant("task: augmentation by the place in the batch", "task", "keyed_uniform(indices, 3)\n        images = shift",
-       "keyed_uniform(np.arange(len(indices)), 3)\n        images = shift", f"{AUGMENTED}[0-3-0-in memory]")
-mutant("task: held-out images augmented", "task", "ImagesInMemory(images[1437:], labels[1437:])", "ImagesInMemory(images[1437:], labels[1437:], shift=1)",
+mutant("task: augmentation by the place in the batch", "task", "keyed_uniform(indices, 2)", "keyed_uniform(np.arange(len(indices)), 2)",
+       f"{AUGMENTED}[0-3-0-in memory]")
+mutant("task: held-out images augmented", "task", "Digits(images[1437:], labels[1437:])", "Digits(images[1437:], labels[1437:], shift=1)",
        "test_default_task_augments_by_the_seed_and_only_in_training")
-mutant("task: trained on held-out images", "task", "ImagesInMemory(images[:1437], labels[:1437]", "ImagesInMemory(images, labels",
-       "test_digits_are_split_as_the_licence_note_says")
+mutant("task: trained on held-out images", "task", "Digits(images[:1437], labels[:1437]", "Digits(images, labels", "test_digits_are_split_as_the_licence_note_says")
 mutant("task: digits not shifted", "task", "labels[:1437], shift=1)", "labels[:1437], shift=0)", "test_digits_are_shifted_by_one_pixel_in_training")
-mutant("task: shift to one side only", "task", "* windows.shape[2]).astype(int)", "* (windows.shape[2] // 2 + 1)).astype(int)",
-       "test_shift_moves_the_image_by_at_most_one_pixel")
-mutant("task: every image mirrored", "task", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
+mutant("task: shift to one side only", "task", "(2 * self.shift + 1)", "(self.shift + 1)", "test_shift_moves_the_image_by_at_most_one_pixel")
+mutant("task: every image mirrored", "tasks/images", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
        "test_flip_mirrors_about_every_second_image_and_shift_cuts_a_window")
-mutant("task: label smoothing ignored", "task", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
+mutant("task: label smoothing ignored", "tasks/images", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "test_metrics_of_the_default_task")
-mutant("folders: test before val", "task", '("val", "test") if (root', '("test", "val") if (root', "test_folders_are_classes_and_val_goes_before_test")
-mutant("folders: augmented in evaluation", "task", "ImageFiles(val.samples, size, False)", "ImageFiles(val.samples, size, True)",
+mutant("folders: test before val", "tasks/images", '("val", "test") if (root', '("test", "val") if (root', "test_folders_are_classes_and_val_goes_before_test")
+mutant("folders: augmented in evaluation", "tasks/images", "ImageFiles(val.samples, size, False)", "ImageFiles(val.samples, size, True)",
        "test_folders_are_classes_and_val_goes_before_test")
-mutant("photograph: crop without the seed and the epoch", "task", "torch.default_generator.manual_seed(sample_key(index))", "torch.default_generator.manual_seed(index)",
+mutant("photograph: crop without the seed and the epoch", "tasks/images", "torch.default_generator.manual_seed(sample_key(index))", "torch.default_generator.manual_seed(index)",
        "test_crop_is_keyed_by_the_sample_the_epoch_and_the_seed")
-mutant("normalise: not divided", "task", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)",
+mutant("normalise: not divided", "tasks/images", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)",
        "test_network_sees_each_channel_normalised_in_its_precision")
-mutant("task: classes without names", "task", "held_out.classes = val.classes", "", "test_checkpoint_names_the_classes")
+mutant("task: classes without names", "tasks/images", "held_out.classes = val.classes", "", "test_checkpoint_names_the_classes")
 
 # train_single.py and train_dp.py
 
@@ -208,7 +208,7 @@ mutant("dp: mean of the replicas' means", "train_dp", 'values["loss"].sum() / ar
 mutant("dp: loss computed outside the replicas", "train_dp", "values = model(inputs, targets)",
        "values = {'loss': task.per_sample_loss(state.net(inputs), targets)}", "test_pitfall_29_data_parallel_gathers_losses")
 mutant("dp: replicas not counted in --scale-lr", "train_dp", "args.scale_lr, args.replicas)", "args.scale_lr)", f"{SCALE_LR}[dp-linear-4]")
-mutant("dp: evaluates the weights, not their average", "train_dp", "run.end_epoch(evaluate(args, task, eval_model", "run.end_epoch(evaluate(args, task, net",
+mutant("dp: evaluates the weights, not their average", "train_dp", "metrics = evaluate(args, task, run.eval_model()", "metrics = evaluate(args, task, net",
        "test_feature_equals_one_device[dp-3-ema]")
 
 # train_ddp.py and train_spawn.py
@@ -220,7 +220,7 @@ for mode in ("ddp", "spawn"):
     mutant(f"{mode}: every rank trains on the whole batch", script, "args.balanced, rank, world_size", "args.balanced", two)
     mutant(f"{mode}: dropout seed without the rank", script, "state.global_step, i, dist.get_rank())", "state.global_step, i)", f"{MASKS}[{mode}-2]")
     mutant(f"{mode}: buffers not synchronised", script, "common.sync_buffers(net)", "", f"test_batchnorm_buffers_are_evaluated_alike[{mode}]")
-mutant("ddp: no wrapper", "train_ddp", "model = DistributedDataParallel(", "model = (lambda net, **_: net)(", f"{EQUAL}[ddp-2-1]")
+mutant("ddp: no wrapper", "train_ddp", "model = nn.parallel.DistributedDataParallel(", "model = (lambda net, **_: net)(", f"{EQUAL}[ddp-2-1]")
 mutant("ddp: mean of the ranks' means", "train_ddp", SCALED, "loss = losses.mean() / args.accum_steps", f"{EQUAL}[ddp-2-2]")
 mutant("ddp: gradients kept after the step", "train_ddp", "state.optimizer.zero_grad(set_to_none=True)", "", f"{EQUAL}[ddp-2-1]")
 mutant("ddp: NaN is not skipped", "train_ddp", STEP, "state.optimizer.step()", f"{NAN}[ddp-2]")
@@ -240,7 +240,7 @@ mutant("ddp: --find-unused-parameters ignored", "train_ddp", "find_unused_parame
 mutant("ddp: --grad-compress ignored", "train_ddp", "common.compress_gradients(", "(lambda *_: None)(", "test_compressed_gradients_differ_by_their_rounding[bf16]")
 mutant("ddp: buckets not settled", "train_ddp", "common.settle_buckets(", "(lambda *_: None)(", "test_resume_on_three_ranks_is_bitwise")
 mutant("ddp: every rank evaluates everything", "train_ddp", "args.eval_batch_size, rank, world_size)", "args.eval_batch_size)", "test_pitfall_19_all_ranks_evaluate")
-mutant("ddp: evaluates the weights, not their average", "train_ddp", "run.end_epoch(evaluate(args, task, eval_model", "run.end_epoch(evaluate(args, task, net",
+mutant("ddp: evaluates the weights, not their average", "train_ddp", "metrics = evaluate(args, task, run.eval_model()", "metrics = evaluate(args, task, net",
        "test_feature_equals_one_device[ddp-3-ema]")
 mutant("spawn: local rank for rank", "train_spawn", "rank = args.node_rank * args.nproc + local_rank", "rank = local_rank", "test_pitfall_40_two_launchers_are_one_job")
 
@@ -260,7 +260,7 @@ mutant("fsdp: sharded after the optimizer", "train_fsdp", MESH,
 # All scripts
 
 for mode in ("single", "ddp", "fsdp"):
-    mutant(f"{mode}: options not checked", f"train_{mode}", "check_run(args", "(lambda *_: None)(args", f"test_script_alone_checks_too[{mode}]")
+    mutant(f"{mode}: options not checked", f"train_{mode}", "check_run(task,", "(lambda *_: None)(task,", f"test_script_alone_checks_too[{mode}]")
 for mode, n in (("single", 1), ("ddp", 2)):
     mutant(f"{mode}: evaluated before it is saved", f"train_{mode}", 'run.save("last.pt")', "pass",
            f"test_training_is_saved_before_its_evaluation_and_the_epoch_after_it[{mode}-{n}]")
@@ -272,7 +272,7 @@ for mode, n in (("single", 1), ("ddp", 2)):
 
 mutant("save: --save-every ignored", "machinery/run", "saves = not ends and (due or self.stopping)", "saves = not ends and self.stopping",
        "test_save_every_saves_within_the_epoch")
-mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % args.keep_every == 0", "state.epoch % args.keep_every == 1",
+mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % self.keep_every == 0", "state.epoch % self.keep_every == 1",
        "test_kept_epochs_are_every_so_many")
 mutant("save: last.pt before best.pt", "machinery/run", 'self.save(*names, "last.pt")', 'self.save("last.pt", *names)',
        "test_files_of_an_epoch_appear_whole_durable_and_in_this_order")
@@ -283,116 +283,117 @@ mutant("save: best.pt is the last", "machinery/run", "return gain > 1e-12 * abs(
 mutant("save: best.pt is the worst", "machinery/run", "return gain > 1e-12", "return gain < 1e-12", "test_best_and_kept_checkpoints")
 mutant("best: infinity", "machinery/run", "return math.isfinite(score)", "return not math.isnan(score)", "test_the_first_of_equal_scores_stays_the_best")
 mutant("best: highest loss", "machinery/run", 'lower_is_better=name == "loss"', "lower_is_better=False", "test_lowest_loss_or_a_named_metric_decides")
-mutant("best: the first metric whatever is asked", "machinery/run", "name = args.best or known[0]", "name = known[0]", "test_lowest_loss_or_a_named_metric_decides")
+mutant("best: the first metric whatever is asked", "machinery/run", "name = self.best or known[0]", "name = known[0]", "test_lowest_loss_or_a_named_metric_decides")
 mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error))", "pass", "test_pitfall_31_rank_0_reads_and_decides")
 mutant("resume: sums of the log forgotten", "machinery/run", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
-mutant("average: never evaluated", "machinery/run", "if not state.average.n_averaged:", "if True:", AVERAGES)
+mutant("average: never evaluated", "machinery/run", "if not self.state.average.n_averaged:", "if True:", AVERAGES)
 mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
 mutant("divergence: not seen at the end", "machinery/run", "if logs or saves:", "if (logs and not ends) or saves:", DIVERGED)
-mutant("stop: every rank by itself", "machinery/run", "flag = int(read[1]) if read else 0", "pass", f"{SIGTERM_SAVES}[0]")
-mutant("stop: only if all ranks were told", "machinery/run", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op", f"{SIGTERM_SAVES}[0]")
+mutant("stop: every rank by itself", "machinery/process", "highest = int(reduced)", "pass", f"{SIGTERM_SAVES}[0]")
+mutant("stop: only if all ranks were told", "machinery/process", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op", f"{SIGTERM_SAVES}[0]")
 mutant("stop: without saving", "machinery/run", "if self.files:\n            checkpoint |=", "if self.files and not self.stopping:\n            checkpoint |=",
        f"{BITWISE}[single-1-9]")
-mutant("stop: forgotten after an evaluation", "machinery/run", "self.stop.agreed(wait=True) if state.epoch < args.epochs else None", "None",
+mutant("stop: forgotten after an evaluation", "machinery/run", "self.stop.agreed(wait=True) if state.epoch < self.epochs else None", "None",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[single-1]")
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
        "test_stop_that_could_not_be_saved_says_so")
-mutant("signals: the last one wins", "machinery/run", "received.append(list(SIGNALS).index(number) + 1)", "received[:] = [list(SIGNALS).index(number) + 1]",
+mutant("signals: the last one wins", "machinery/process", "received.append(PRIORITY.index(number) + 1)", "received[:] = [PRIORITY.index(number) + 1]",
        "test_stronger_signal_wins_whichever_comes_first")
-mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(lambda: self._open(built))",
-       'self._open(built) if __import__("os").environ.get("LOCAL_RANK", "0") == "0" else None', "test_pitfall_32_one_rank_of_all_machines_saves")
-mutant("log: --eval-only cuts it", "machinery/run", "if not self.args.eval_only:\n            self._on_rank0", "if True:\n            self._on_rank0",
-       "test_eval_only_does_not_touch_the_log_of_a_run")
-mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % args.log_every == 0",
-       "logs = state.global_step % args.log_every == 0", SPEED)
-mutant("nodes: ranks are not compared", "machinery/run", "check_agreement(args, sampler.length, val_set, device)", "",
+mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)", 'self._open() if os.environ.get("LOCAL_RANK", "0") == "0" else None',
+       "test_pitfall_32_one_rank_of_all_machines_saves")
+mutant("log: --eval-only cuts it", "machinery/run", "if not self.eval_only:  # which", "if True:  # which", "test_eval_only_does_not_touch_the_log_of_a_run")
+mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % self.log_every == 0", "logs = state.global_step % self.log_every == 0",
+       SPEED)
+mutant("nodes: ranks are not compared", "machinery/run", 'check_agreement(must_agree, self.config.get("task"), sampler.length, val_set, device)', "",
        "test_ranks_that_mean_different_runs_are_told[seed]")
 mutant("order: every epoch is told that it is the first", "machinery/run", "set_position(self.state.epoch, self.state.step)", "set_position(0, self.state.step)",
        "test_pitfall_07_every_epoch_has_its_own_order")
 
-# machinery/state.py
+# common.py
 
-mutant("resume: nothing of the optimizer", "machinery/state", 'self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})', "numbers = []",
+mutant("resume: nothing of the optimizer", "common", 'self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})', "numbers = []",
        f"{BITWISE}[single-1-9]")
-mutant("resume: scheduler not restored", "machinery/state", 'for name in ("scheduler", "scaler"):\n            getattr', 'for name in ("scaler",):\n            getattr',
+mutant("resume: scheduler not restored", "common", 'for name in ("scheduler", "scaler"):\n            getattr', 'for name in ("scaler",):\n            getattr',
        "test_pitfall_23_learning_rate_goes_on_at_resume")
-mutant("resume: scaler not restored", "machinery/state", 'for name in ("scheduler", "scaler"):\n            getattr', 'for name in ("scheduler",):\n            getattr',
+mutant("resume: scaler not restored", "common", 'for name in ("scheduler", "scaler"):\n            getattr', 'for name in ("scheduler",):\n            getattr',
        "test_loss_scale_of_fp16_goes_on_at_resume")
-mutant("resume: average not restored", "machinery/state", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
-mutant("resume: learning rate of the shorter run", "machinery/state", 'group["lr"] = peak * factor(self.global_step)', "pass",
+mutant("resume: average not restored", "common", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
+mutant("resume: learning rate of the shorter run", "common", 'group["lr"] = peak * factor(self.global_step)', "pass",
        "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
-mutant("resume: fused of the other device", "machinery/state", "group[name] = now[name]", "pass", "test_optimizer_that_was_not_fused_goes_on_here")
-mutant("best: forgotten at resume", "machinery/state", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
+mutant("resume: fused of the other device", "common", "group[name] = now[name]", "pass", "test_optimizer_that_was_not_fused_goes_on_here")
+mutant("best: forgotten at resume", "common", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
-mutant("shards: not put together in a file", "machinery/state", 'value = joined(value) if hasattr(value, "full_tensor") else value',
+mutant("shards: not put together in a file", "common", 'value = joined(value) if hasattr(value, "full_tensor") else value',
        'value = value.to_local() if hasattr(value, "full_tensor") else value', "test_file_of_shards_holds_whole_plain_tensors")
-mutant("shards: optimizer state is not cut", "machinery/state", "saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))", "pass",
+mutant("shards: optimizer state is not cut", "common", "saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))", "pass",
        "test_run_that_changes_its_mode_at_each_stop_is_the_same_run")
 
-# machinery/log.py
+# machinery/run.py
 
-mutant("log: skipped steps counted twice", "machinery/log", "state.scaler.skipped.zero_()", "", f"{NAN}[ddp-2]")
-mutant("log: loss of the whole run", "machinery/log", "self.meter.clear()", "", "test_logged_loss_is_that_since_the_last_line")
-mutant("log: epochs from 1", "machinery/log", '"epoch": state.epoch,', '"epoch": state.epoch + 1,', SPEED)
-mutant("log: learning rate of the next step", "machinery/log", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
+mutant("log: skipped steps counted twice", "machinery/run", "state.scaler.skipped.zero_()", "", f"{NAN}[ddp-2]")
+mutant("log: loss of the whole run", "machinery/run", "self.meter.clear()", "", "test_logged_loss_is_that_since_the_last_line")
+mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,', '"epoch": state.epoch + 1,', SPEED)
+mutant("log: learning rate of the next step", "machinery/run", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
        "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
-mutant("speed: since the start of the epoch", "machinery/log", "self.began, self.waited, self.samples_before = now, 0.0, 0", "self.waited, self.samples_before = 0.0, 0",
+mutant("speed: since the start of the epoch", "machinery/run", "self.began, self.waited, self.samples_before = now, 0.0, 0", "self.waited, self.samples_before = 0.0, 0",
        SPEED)
-mutant("speed: with the evaluation", "machinery/log", "asked = self.began = time.perf_counter()", "asked = self.began = self.began or time.perf_counter()", SPEED)
-mutant("speed: of one rank", "machinery/log", '(means["count"] - self', "(self.meter.count - self", "test_speed_and_loss_are_those_of_all_ranks")
-mutant("eval-only: the epoch after", "machinery/log", "epoch -= 1", "pass", "test_eval_only_names_the_epoch_whose_weights_it_sees")
-mutant("print: epochs from 0", "machinery/log", "f\"epoch {line['epoch'] + 1}/", "f\"epoch {line['epoch']}/", "test_printed_line_is_what_was_logged")
-mutant("seconds: counted twice", "machinery/log", "self.mark = now", "", "test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving")
+mutant("speed: with the evaluation", "machinery/run", "asked = self.began = time.perf_counter()", "asked = self.began = self.began or time.perf_counter()", SPEED)
+mutant("speed: of one rank", "machinery/run", '(means["count"] - self', "(self.meter.count - self", "test_speed_and_loss_are_those_of_all_ranks")
+mutant("eval-only: the epoch after", "machinery/run", "self.state.epoch - (self.state.step == 0 and self.state.epoch > 0)", "self.state.epoch",
+       "test_eval_only_names_the_epoch_whose_weights_it_sees")
+mutant("print: epochs from 0", "machinery/run", "f\"epoch {line['epoch'] + 1}/", "f\"epoch {line['epoch']}/", "test_printed_line_is_what_was_logged")
+mutant("seconds: counted twice", "machinery/run", "self.mark = now", "", "test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving")
 
-# machinery/files.py
+# machinery/run.py
 
-mutant("save: NaN is written", "machinery/files", "if bad:", "if False:", "test_non_finite_parameters_never_reach_a_file")
-mutant("save: NaN in the average is written", "machinery/files", ', *checkpoint["average"].items()]', "]", "test_non_finite_average_never_reaches_a_file")
-mutant("save: the log stays in memory", "machinery/files", "os.fsync(self.log.fileno())", "", "test_log_is_on_the_disk_before_a_checkpoint_is_begun")
-mutant("log: not cut back", "machinery/files", "self.log.truncate(self._bytes_before(checkpoint))", "pass",
+mutant("save: NaN is written", "machinery/run", "if bad:", "if False:", "test_non_finite_parameters_never_reach_a_file")
+mutant("save: NaN in the average is written", "machinery/run", 'for part in ("model", "average"):', 'for part in ("model",):',
+       "test_non_finite_average_never_reaches_a_file")
+mutant("save: the log stays in memory", "machinery/run", "os.fsync(self.log.fileno())", "", "test_log_is_on_the_disk_before_a_checkpoint_is_begun")
+mutant("log: not cut back", "machinery/run", "self.log.truncate(self._bytes_before(checkpoint))", "pass",
        "test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
-mutant("log: evaluation after the checkpoint kept", "machinery/files", 'entry["epoch"] < checkpoint["epoch"]', 'entry["epoch"] <= checkpoint["epoch"]',
+mutant("log: evaluation after the checkpoint kept", "machinery/run", 'entry["epoch"] < checkpoint["epoch"]', 'entry["epoch"] <= checkpoint["epoch"]',
        "test_evaluation_after_the_checkpoint_is_logged_once")
-mutant("log: a torn last line is kept", "machinery/files", 'if not done or not line.endswith("\\n"):', "if not done:", "test_log_stays_whole_lines_after_a_resume")
-mutant("log: infinity is written", "machinery/files", "isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)",
+mutant("log: a torn last line is kept", "machinery/run", 'if not done or not line.endswith("\\n"):', "if not done:", "test_log_stays_whole_lines_after_a_resume")
+mutant("log: infinity is written", "machinery/run", "isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)",
        "test_what_json_cannot_say_is_null")
-mutant("lock: none", "machinery/files", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
-mutant("resume: changed options not noticed", "machinery/files", "check_config(args, config, path)", "pass", f"{CHANGED}[--seed 1]")
-mutant("resume: another training set not noticed", "machinery/files", "if before != samples:", "if False:", "test_checkpoint_of_other_data_or_another_model_is_refused")
-mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/files", "self.path.resolve() != last", "None is last",
+mutant("lock: none", "machinery/run", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
+mutant("resume: changed options not noticed", "machinery/run", "self._check_config(checkpoint, path)", "pass", f"{CHANGED}[--seed 1]")
+mutant("resume: another training set not noticed", "machinery/run", "if then != now and not self.eval_only:", "if False:",
+       "test_checkpoint_of_other_data_or_another_model_is_refused")
+mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/run", "self.path.resolve() != last", "None is last",
        "test_going_back_to_an_older_checkpoint_is_going_back")
-mutant("resume: auto overwrites a run of which only the best is left", "machinery/files", "elif others:", "elif False:",
+mutant("resume: auto overwrites a run of which only the best is left", "machinery/run", "elif others:", "elif False:",
        "test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left")
-mutant("resume: any best.pt will do", "machinery/files", 'if found["best"] == best:', 'if found["best"] is not None:',
+mutant("resume: any best.pt will do", "machinery/run", 'if found["best"] == best:', 'if found["best"] is not None:',
        "test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best")
-mutant("restart: begins anew", "machinery/files", 'args.resume == "auto" or restarted:', 'args.resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
-mutant("eval-only: writes into the log of a run", "machinery/files", 'only_reads = args.eval_only and any(directory.glob("*.pt"))', "only_reads = False",
+mutant("restart: begins anew", "machinery/run", 'resume == "auto" or restarted:', 'resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
+mutant("eval-only: writes into the log of a run", "machinery/run", 'self.only_reads = eval_only and any(directory.glob("*.pt"))', "self.only_reads = False",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 
-# machinery/processes.py: devices, signals, exit codes
+# machinery/process.py: devices, signals, exit codes
 
-mutant("devices: the first one for all", "machinery/processes", "torch.accelerator.set_device_index(index)", "torch.accelerator.set_device_index(0)",
+mutant("devices: the first one for all", "common", "torch.accelerator.set_device_index(index)", "torch.accelerator.set_device_index(0)",
        "test_pitfall_17_device_is_chosen_before_anything_else")
-mutant("devices: --deterministic ignored", "machinery/processes", "torch.use_deterministic_algorithms(deterministic)", "torch.use_deterministic_algorithms(False)",
+mutant("devices: --deterministic ignored", "common", "torch.use_deterministic_algorithms(deterministic)", "torch.use_deterministic_algorithms(False)",
        "test_deterministic_is_handed_to_torch")
-mutant("stop: SIGTERM ends with 0", "machinery/processes", "signal.SIGTERM: 143", "signal.SIGTERM: 0", f"{SIGTERM_SAVES}[0]")
-mutant("stop: SIGINT ends with 143", "machinery/processes", "signal.SIGINT: 130", "signal.SIGINT: 143", "test_pitfall_39_nothing_outlives_the_launcher[SIGINT]")
-mutant("launch: bad arguments end with 1", "machinery/processes", "return 2", "return 1", "test_bad_command_line_ends_with_code_2_and_one_line")
-mutant("launch: a stop ends with 0", "machinery/processes", "code, reason = stop.code, stop.reason", "code, reason = 0, stop.reason", f"{SIGTERM_SAVES}[0]")
-mutant("launch: leaves while others still talk to it", "machinery/processes", "dist.barrier()", "pass", "test_early_end_of_all_ranks_waits_for_all")
-mutant("launch: sys.exit(0) ends a device's run with 0", "machinery/processes", "except (Exception, SystemExit) as error:", "except Exception as error:",
+mutant("stop: SIGTERM ends with 0", "machinery/process", "signal.SIGTERM: 143", "signal.SIGTERM: 0", f"{SIGTERM_SAVES}[0]")
+mutant("stop: SIGINT ends with 143", "machinery/process", "signal.SIGINT: 130", "signal.SIGINT: 143", "test_pitfall_39_nothing_outlives_the_launcher[SIGINT]")
+mutant("launch: bad arguments end with 1", "machinery/process", "return 2", "return 1", "test_bad_command_line_ends_with_code_2_and_one_line")
+mutant("launch: a stop ends with 0", "machinery/process", "code, reason = stop.code, stop.reason", "code, reason = 0, stop.reason", f"{SIGTERM_SAVES}[0]")
+mutant("launch: leaves while others still talk to it", "machinery/process", "dist.barrier()", "pass", "test_early_end_of_all_ranks_waits_for_all")
+mutant("launch: sys.exit(0) ends a device's run with 0", "machinery/process", "except (Exception, SystemExit) as error:", "except Exception as error:",
        "test_task_that_leaves_by_sys_exit_is_no_success[single-1]")
-mutant("ends: a rank leaves before the others know", "machinery/processes", 'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
+mutant("ends: a rank leaves before the others know", "machinery/process", 'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
        "return UsageError(message)", "test_early_end_of_all_ranks_waits_for_all")
-mutant("end: a rank that fails ends well", "machinery/processes", "leave(FAILED if launched else 1)", "leave(0)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
-mutant("signals: Ctrl-C is stronger than the system", "machinery/processes", "signal.SIGINT: 130, signal.SIGTERM: 143}", "signal.SIGTERM: 143, signal.SIGINT: 130}",
+mutant("end: a rank that fails ends well", "machinery/process", "leave(FAILED if launched else 1)", "leave(0)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
+mutant("signals: Ctrl-C is stronger than the system", "machinery/process", "signal.SIGINT: 130, signal.SIGTERM: 143}", "signal.SIGTERM: 143, signal.SIGINT: 130}",
        "test_stronger_signal_wins_whichever_comes_first")
-mutant("traces: handlers stay", "machinery/processes", "at_end.callback(signal.signal, number,", "str(", TRACES)
-mutant("traces: variables stay", "machinery/processes", "            os.environ.clear()\n            os.environ.update(environment)\n", "", TRACES)
-mutant("traces: torch's generator stays seeded", "machinery/processes", "(torch.get_rng_state, torch.set_rng_state),", "", TRACES)
+mutant("traces: handlers stay", "machinery/process", "restore(lambda before=before: before, functools.partial(signal.signal, number))", "pass", TRACES)
+mutant("traces: variables stay", "machinery/process", "restore(lambda: dict(os.environ), write_environment)", "pass", TRACES)
 
-# machinery/launch.py and machinery/rendezvous.py
+# machinery/launch.py and machinery/process.py
 
 mutant("launch: a failed rank is success", "machinery/launch", 'return int(bool(failed)), ""', 'return 0, ""', BLAME)
 mutant("launch: ranks that hang are waited for", "machinery/launch", "process.kill()", "", BLAME)
@@ -402,82 +403,84 @@ mutant("launch: ranks wait for one that has refused its input", "machinery/launc
 mutant("launch: signals not handed on", "machinery/launch", "os.kill(process.pid, number)", "pass", "test_pitfall_39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: a fixed place to meet", "machinery/launch", 'yield f"file://{directory}/ranks"', 'yield "tcp://127.0.0.1:29500"',
        "test_pitfall_15_two_jobs_on_one_machine")
-mutant("restart: an early failure is repeated", "machinery/launch", "restart = can_resume and attempt", "restart = attempt", "test_when_the_launcher_restarts")
+mutant("restart: an early failure is repeated", "machinery/launch", "if code != 1 or received or not can_resume or attempt", "if code != 1 or received or attempt",
+       "test_when_the_launcher_restarts")
 mutant("launch: a deliberate end is restarted", "machinery/launch", "if code != 1 or", "if code == 0 or", "test_when_the_launcher_restarts")
 mutant("ranks: every attempt is the first", "machinery/launch", '"TORCHELASTIC_RESTART_COUNT": attempt', '"TORCHELASTIC_RESTART_COUNT": 0',
        "test_what_the_ranks_are_told")
 mutant("ranks: options are lost", "machinery/launch", "str(ROOT / script), *argv]", "str(ROOT / script)]", "test_what_the_ranks_are_told")
-mutant("launch: ranks meet where dead ones did", "machinery/rendezvous", 'f"file://{file}-{attempt()}"', 'f"file://{file}"',
+mutant("launch: ranks meet where dead ones did", "machinery/process", 'f"file://{file}-{attempt()}?{ranks}"', 'f"file://{file}?{ranks}"',
        "test_ranks_meet_in_a_file_of_their_own_after_a_restart")
-mutant("launch: --timeout in minutes", "machinery/rendezvous", "timedelta(seconds=seconds)", "timedelta(minutes=seconds)",
+mutant("launch: --timeout in minutes", "machinery/process", "timedelta(seconds=seconds)", "timedelta(minutes=seconds)",
        "test_timeout_reaches_the_process_group[ddp-2]")
-mutant("slurm: local rank for the rank", "machinery/rendezvous", 'RANK=get("SLURM_PROCID")', 'RANK=get("SLURM_LOCALID")', "test_pitfall_40_ranks_from_slurm")
-mutant("slurm: nodes meet on the last one", "machinery/rendezvous", '.split(",")[0]', '.split(",")[-1]', "test_pitfall_40_ranks_from_slurm")
+mutant("slurm: local rank for the rank", "machinery/process", 'RANK=get("SLURM_PROCID")', 'RANK=get("SLURM_LOCALID")', "test_pitfall_40_ranks_from_slurm")
+mutant("slurm: nodes meet on the last one", "machinery/process", '.split(",")[0]', '.split(",")[-1]', "test_pitfall_40_ranks_from_slurm")
 
-# machinery/check.py and machinery/tasks.py
+# machinery/usertask.py and machinery/usertask.py
 
-mutant("check: training samples are not looked at", "machinery/check", "check_samples(args, task, net, train_set, few, on_cpu, meter)", "",
+mutant("check: training samples are not looked at", "machinery/usertask", 'check_samples(task, net, device, train_set, micro_batch, common.Meter(device), "training")', "pass",
        f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
-mutant("check: the model is always in training mode", "machinery/check", "net.eval()", "", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
-mutant("check: a mean is a loss", "machinery/check", "common.Meter(meter.device).add(loss=losses)", "", f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
-mutant("check: names of metrics are not compared", "machinery/check", "val_set, indices, on_cpu, meter)", "val_set, [*indices], on_cpu, common.Meter(meter.device))",
+mutant("check: the model is always in training mode", "machinery/usertask", "net.eval()", "", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: a mean is a loss", "machinery/usertask", "common.Meter(device).add(loss=losses)", "", f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
+mutant("check: names of metrics are not compared", "machinery/usertask", 'val_set, batch, meter, "evaluation")', 'val_set, batch, common.Meter(device), "evaluation")',
        "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]")
-mutant("check: samples are fetched once", "machinery/check", "digest(batch) != digest(fetch(args, dataset, indices))", "not digest(batch)",
+mutant("check: samples are fetched once", "machinery/usertask", "if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):", "if False:",
        "test_data_set_with_a_generator_of_its_own_is_refused")
-mutant("check: an optimizer that leaves a parameter out", "machinery/check", "if not trained <= parts <= {", "if not parts <= {",
+mutant("check: an optimizer that leaves a parameter out", "machinery/usertask", "if not trained <= parts <= {", "if not parts <= {",
        "test_optimizer_that_cannot_be_right_is_refused")
-mutant("check: set_epoch is not called and nobody says so", "machinery/check", 'if hasattr(train_set, "set_epoch"):', "if False:",
+mutant("check: set_epoch is not called and nobody says so", "machinery/usertask", 'if hasattr(train_set, "set_epoch"):', "if False:",
        f"{REFUSED}[single-1 --task TMP/data-told.py]")
-mutant("best: an unknown metric", "machinery/check", "unknown = args.best not in (None, *meter.sums)", "unknown = False",
+mutant("best: an unknown metric", "machinery/usertask", "if args.best not in (None, *meter.sums) and not task.dataset_metrics:", "if False:",
        "test_metric_that_the_task_does_not_have_is_refused")
-mutant("nodes: evaluation sets are not compared", "machinery/check", "n = len(val_set)", "n, val_set = 1, [(torch.ones(1), torch.ones(1))]",
+mutant("nodes: evaluation sets are not compared", "machinery/run", "digest(keyed, [*range(0, n, math.ceil(n / 8))])", '""',
        "test_ranks_that_mean_different_runs_are_told[evaluation set]")
-mutant("data: drawn without a seed", "machinery/tasks", "seed_generators(args.seed)", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
-mutant("model: initial weights without the seed", "machinery/tasks", "torch.manual_seed(args.seed)", "", "test_seed_decides_the_initial_weights")
-mutant("weights: ignored in a run", "machinery/tasks", 'load_weights(net, read_tensors(args.weights, "--weights"), option)', "pass",
+mutant("data: drawn without a seed", "machinery/usertask", "seed_generators(self.args.seed)", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
+mutant("model: initial weights without the seed", "machinery/usertask", "torch.manual_seed(args.seed)", "", "test_seed_decides_the_initial_weights")
+mutant("weights: ignored in a run", "machinery/usertask", 'load_weights(net, read_tensors(args.weights, "--weights"), option)', "pass",
        "test_weights_are_where_training_starts_in_every_mode[single-1]")
-mutant("check: a metric named count", "machinery/tasks", 'RESERVED = {"loss", "count", "event", "epoch",', 'RESERVED = {"loss", "event", "epoch",',
+mutant("check: a metric named count", "machinery/usertask", 'RESERVED = {"loss", "count", "event", "epoch",', 'RESERVED = {"loss", "event", "epoch",',
        "test_names_that_the_log_uses_itself_are_no_metrics")
 
-# machinery/stand_ins.py and machinery/sharding.py
+# machinery/modes.py and machinery/modes.py
 
-mutant("replicas: buffers shared", "machinery/stand_ins", "name: b.clone() for", "name: b for", "test_data_parallel_is_ddp_with_batchnorm")
-mutant("replicas: the last one updates the buffers", "machinery/stand_ins", "enumerate([buffers, *copies])", "enumerate([*copies, buffers])",
+mutant("replicas: buffers shared", "machinery/modes", "name: b.clone() for", "name: b for", "test_data_parallel_is_ddp_with_batchnorm")
+mutant("replicas: the last one updates the buffers", "machinery/modes", "enumerate([buffers, *copies])", "enumerate([*copies, buffers])",
        "test_data_parallel_is_ddp_with_batchnorm")
-mutant("replicas: all drop the same units", "machinery/stand_ins", "seed_generators(seed + r)", "seed_generators(seed)", f"{MASKS}[dp-2]")
-mutant("replicas: first outputs twice", "machinery/stand_ins", "for output in outputs])", "for output in [outputs[0], *outputs[:-1]]])", f"{EQUAL}[dp-2-1]")
-mutant("sync-bn: no gradient through the mean", "machinery/stand_ins", "AllReduceSum.apply(torch.cat([value.sum(dims), count]))",
+mutant("replicas: all drop the same units", "machinery/modes", "seed_generators(seed + r)", "seed_generators(seed)", f"{MASKS}[dp-2]")
+mutant("replicas: first outputs twice", "machinery/modes", "for output in outputs])", "for output in [outputs[0], *outputs[:-1]]])", f"{EQUAL}[dp-2-1]")
+mutant("sync-bn: no gradient through the mean", "machinery/modes", "AllReduceSum.apply(torch.cat([value.sum(dims), count]))",
        "AllReduceSum.apply(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: no gradient through the variance", "machinery/stand_ins", "AllReduceSum.apply(centred.square().sum(dims))",
+mutant("sync-bn: no gradient through the variance", "machinery/modes", "AllReduceSum.apply(centred.square().sum(dims))",
        "AllReduceSum.apply(centred.square().sum(dims).detach())", f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: biased running variance", "machinery/stand_ins", "variance.detach() * (n / (n - 1))", "variance.detach()", f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: variance of the rank alone", "machinery/stand_ins", "AllReduceSum.apply(centred.square().sum(dims)) / n", "centred.square().mean(dims)",
+mutant("sync-bn: biased running variance", "machinery/modes", "variance.detach() * (n / (n - 1))", "variance.detach()", f"{SYNC_BN}[1d-default-2]")
+mutant("sync-bn: variance of the rank alone", "machinery/modes", "AllReduceSum.apply(centred.square().sum(dims)) / n", "centred.square().mean(dims)",
        f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: mean of the ranks' means", "machinery/stand_ins", "torch.cat([value.sum(dims), count])", "torch.cat([value.mean(dims), torch.ones_like(count)])",
+mutant("sync-bn: mean of the ranks' means", "machinery/modes", "torch.cat([value.sum(dims), count])", "torch.cat([value.mean(dims), torch.ones_like(count)])",
        f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: statistics of the batch in evaluation", "machinery/stand_ins", "if not self.training or not dist", "if not dist", f"{SYNC_BN}[1d-default-2]")
-mutant("fsdp: rows of another size", "machinery/sharding", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)",
+mutant("sync-bn: statistics of the batch in evaluation", "machinery/modes", "if not self.training or not dist", "if not dist", f"{SYNC_BN}[1d-default-2]")
+mutant("fsdp: rows of another size", "machinery/modes", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)",
        "test_ranks_of_a_row_hold_the_whole")
-mutant("fsdp: a rank is missing in the last forward", "machinery/sharding", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
+mutant("fsdp: a rank is missing in the last forward", "machinery/modes", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
 
-# machinery/options.py
+# machinery/cli.py
 
-mutant("resume: another seed counts as harmless", "machinery/options", '2**63 - 1), "N", 0, FIXED', '2**63 - 1), "N", 0, MAY_CHANGE', f"{CHANGED}[--seed 1]")
-mutant("resume: --amp is harmless", "machinery/options", '"--amp", ["off", "bf16", "fp16"], None, "off", FIXED,',
+mutant("resume: another seed counts as harmless", "machinery/cli", '2**63 - 1), "N", 0, FIXED', '2**63 - 1), "N", 0, MAY_CHANGE', f"{CHANGED}[--seed 1]")
+mutant("resume: --amp is harmless", "machinery/cli", '"--amp", ["off", "bf16", "fp16"], None, "off", FIXED,',
        '"--amp", ["off", "bf16", "fp16"], None, "off", MAY_CHANGE,', "test_what_may_change_at_resume[amp]")
-mutant("balanced: not resumed as such", "machinery/options", 'flag("--balanced", FIXED,', 'flag("--balanced", MAY_CHANGE,', f"{CHANGED}[--balanced]")
-mutant("eval-only: in another precision", "machinery/options", '"--dtype", ["float32", "float64"], None, "float32", EVALUATED,',
+mutant("balanced: not resumed as such", "machinery/cli", 'flag("--balanced", FIXED,', 'flag("--balanced", MAY_CHANGE,', f"{CHANGED}[--balanced]")
+mutant("eval-only: in another precision", "machinery/cli", '"--dtype", ["float32", "float64"], None, "float32", EVALUATED,',
        '"--dtype", ["float32", "float64"], None, "float32", FIXED,', "test_what_may_change_at_resume[dtype]")
-mutant("options: batch size not compared with devices", "machinery/options", "refuse(args.batch_size < least,", "refuse(False,", f"{REFUSED}[ddp-65 ]")
-mutant("options: accumulation not counted", "machinery/options", "least = world_size * args.accum_steps", "least = world_size", f"{REFUSED}[single-1 --accum-steps 65]")
-mutant("options: booleans cannot be turned off", "machinery/options", "argparse.BooleanOptionalAction", '"store_true"',
+mutant("options: batch size not compared with devices", "machinery/cli", "if args.batch_size < least:", "if False:", f"{REFUSED}[ddp-65 ]")
+mutant("options: accumulation not counted", "machinery/cli", "least = world_size * args.accum_steps", "least = world_size", f"{REFUSED}[single-1 --accum-steps 65]")
+mutant("options: booleans cannot be turned off", "machinery/cli", "argparse.BooleanOptionalAction", '"store_true"',
        "test_booleans_can_be_turned_off_and_help_is_readable[single]")
-mutant("options: abbreviations accepted", "machinery/options", "description=start, allow_abbrev=False", "description=start, allow_abbrev=True",
+mutant("options: abbreviations accepted", "machinery/cli", "description=start, allow_abbrev=False", "description=start, allow_abbrev=True",
        f"{REFUSED}[single-1 --batch 32]")
-mutant("options: infinity is a number", "machinery/options", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
-mutant("options: a run is overwritten", "machinery/options", "refuse(taken,", "refuse(False,", f"{REFUSED}[single-1 --output-dir TMP/run]")
-mutant("options: more processes than accelerators", "machinery/options", "here > available and", "False and", "test_more_processes_than_accelerators_is_refused")
-mutant("options: sync-bn in data parallel", "machinery/options", 'wrong = mode == "dp" and args.sync_bn', "wrong = False", f"{REFUSED}[dp-2 --sync-bn]")
-mutant("default: --lr", "machinery/options", '"--lr", amount, "X", 0.1,', '"--lr", amount, "X", 0.01,', "test_defaults")
-mutant("default: --weight-decay", "machinery/options", '"--weight-decay", amount, "X", 1e-3,', '"--weight-decay", amount, "X", 1e-4,', "test_defaults")
-mutant("fsdp: shards of unequal rows", "machinery/options", "wrong = world_size % size != 0", "wrong = False", "test_ranks_of_one_row_share_a_copy")
+mutant("options: infinity is a number", "machinery/cli", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
+mutant("options: a run is overwritten", "machinery/cli", "if not own and not args.eval_only and not attempt()", "if False and not attempt()",
+       f"{REFUSED}[single-1 --output-dir TMP/run]")
+mutant("options: more processes than accelerators", "machinery/cli", "here > available and", "False and", "test_more_processes_than_accelerators_is_refused")
+mutant("options: sync-bn in data parallel", "machinery/cli", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
+mutant("default: --lr", "machinery/cli", '"--lr", amount, "X", 0.1,', '"--lr", amount, "X", 0.01,', "test_defaults")
+mutant("default: --weight-decay", "machinery/cli", '"--weight-decay", amount, "X", 1e-3,', '"--weight-decay", amount, "X", 1e-4,', "test_defaults")
+mutant("fsdp: shards of unequal rows", "machinery/cli", "if world_size % size != 0:", "if False:", "test_ranks_of_one_row_share_a_copy")
