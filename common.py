@@ -199,6 +199,7 @@ class InReverse(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
+        self.net = net  # DDP broadcasts its buffers in a forward, and fails if there are none
         self.trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
 
     def forward(self) -> Tensor:
