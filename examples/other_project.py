@@ -2,9 +2,9 @@
 
 torchrun --standalone --nproc-per-node 2 examples/other_project.py --epochs 3
 
-It has its own command line, data and model, and resumes by itself from --file. It takes the
-samplers, the step guard, the schedule, the meter and the checkpoint file, and nothing of the
-folder machinery/.
+It has its own command line, data and model, and resumes by itself from --file. It takes ranks and
+devices, the samplers, the step guard, the schedule, the meter and the checkpoint file, and nothing
+of machinery/.
 """
 
 import argparse

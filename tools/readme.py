@@ -13,12 +13,14 @@ import re
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import tasks.images
 from machinery.cli import OPTIONS
 
 SCRIPTS = {
@@ -45,7 +47,7 @@ def changed_lines(old: str, new: str) -> list[str]:
 def code_digest() -> str:
     """A hash of what the programs do: comments, layout and docstrings left out."""
     digest = hashlib.sha256()
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("machinery/*.py")]
+    programs = [path for part in ("", "machinery/", "tasks/") for path in ROOT.glob(f"{part}*.py")]
     for path in sorted([*programs, ROOT / "tools" / "equivalence.py"]):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -82,32 +84,53 @@ def equivalence_table(cells: list[dict]) -> list[str]:
     return [*head, *(f"| {' | '.join(line)} |" for line in columns), "", summary]
 
 
+def row(name: str, settings: dict[str, Any], modes: tuple[str, ...] = ()) -> str:
+    """Return a line of docs/options.md; `settings` as argparse takes them."""
+    switch = settings.get("action") is argparse.BooleanOptionalAction
+    value = settings.get("metavar") or ", ".join(settings.get("choices", ["on or off"]))
+    value += " ..." if settings.get("nargs") == "+" else ""
+    default = settings["default"]
+    default = ("on" if default else "off") if switch else default
+    default = "task.py" if name == "--task" else "" if default in (None, []) else default
+    meaning = re.sub(r" ?\(default: (%\(default\)s|task.py)\)", "", settings["help"])
+    meaning += f" ({', '.join(modes)} only)" if modes else ""
+    cells = [f"`{name}`", value, str(default), meaning]
+    return f"| {' | '.join(cell.replace('|', ', ') for cell in cells)} |"
+
+
 def options_page() -> str:
-    """docs/options.md, from the table of options."""
+    """Return docs/options.md, from the table of options and those of --task images."""
     lines = [
         "# Options",
         "",
         "The same names and defaults in all scripts. Every switch has a negative form, such as",
         "`--no-compile`. This page is made by `python tools/readme.py`.",
     ]
+    head = ["", "| option | value | default | meaning |", "|---|---|---|---|"]
     headline = ""
     for option in OPTIONS:
-        settings = option.settings
-        if settings["help"] is argparse.SUPPRESS:
+        if option.settings["help"] is argparse.SUPPRESS:
             continue
         if option.group != headline:
             headline = option.group
-            head = ["| option | value | default | meaning |", "|---|---|---|---|"]
-            lines += ["", f"## {headline[0].upper()}{headline[1:]}", "", *head]
-        switch = settings.get("action") is argparse.BooleanOptionalAction
-        value = settings.get("metavar") or ", ".join(settings.get("choices", ["on or off"]))
-        value += " ..." if settings.get("nargs") == "+" else ""
-        default = "off" if switch else settings["default"]
-        default = "task.py" if option.name == "--task" else "" if default in (None, []) else default
-        meaning = re.sub(r" \(default: (%\(default\)s|task.py)\)", "", settings["help"])
-        meaning += f" ({', '.join(option.modes)} only)" if option.modes else ""
-        cells = [f"`{option.name}`", value, str(default), meaning]
-        lines.append(f"| {' | '.join(cell.replace('|', ', ') for cell in cells)} |")
+            lines += ["", f"## {headline[0].upper()}{headline[1:]}", *head]
+        lines.append(row(option.name, option.settings, option.modes))
+    lines += [
+        "",
+        "## Of `--task images`",
+        "",
+        "A task may add options. `--task NAME --help` lists them, for `detect` and `pose` too. An",
+        "option of another task is refused, with the name of its task.",
+        *head,
+    ]
+    group = argparse.ArgumentParser().add_argument_group()
+    tasks.images.add_options(group)
+    for action in group._group_actions:
+        switch = isinstance(action, argparse.BooleanOptionalAction)
+        settings = {name: getattr(action, name) for name in ("metavar", "default", "help")}
+        settings |= {"choices": action.choices} if action.choices else {}
+        settings |= {"action": argparse.BooleanOptionalAction} if switch else {}
+        lines.append(row(action.option_strings[0], settings))
     return "\n".join(lines) + "\n"
 
 
