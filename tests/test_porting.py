@@ -33,14 +33,14 @@ def test_rows_name_what_is_there():
     for _, here, difference in tables:
         for span in re.findall(r"`([^`]+)`", f"{here} {difference}"):
             for name in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span):
-                assert name in options or name == "--nproc-per-node", span
+                assert name in options or name in ("--nproc-per-node", "--nodes"), span
                 checked += 1
             for name in re.findall(r"common\.(\w+)", span):
                 assert hasattr(common, name), span
                 checked += 1
             for name in re.findall(r"^(\w+)$", span):
                 known = name in (*NEEDED, *OPTIONAL) or re.search(rf"\b{name}\b", code)
-                others = "sync_dist max_steps set_seed torchrun sgd adamw fp16 add_options"
+                others = "sync_dist max_steps set_seed StochasticWeightAveraging torchrun fp16 add_options"
                 assert known or name in others.split(), span
                 checked += 1
     assert checked >= 80
