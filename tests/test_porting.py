@@ -3,7 +3,6 @@
 import re
 import shlex
 
-import pytest
 import torch
 from harness import ROOT, make_sampler
 
@@ -66,19 +65,3 @@ def test_batch_of_lightning_as_the_page_translates_it():
         _, indices = next(iter(sampler))
         parts = common.split_batch(torch.tensor(indices), args.accum_steps)
         assert [len(part) for part in parts] == [per_device] * pieces
-
-
-@pytest.mark.parametrize(("batch", "exact"), [(64, True), (62, False)])
-def test_gradient_of_accelerate_is_ours_if_slices_are_equal(batch, exact):
-    """Theirs: the mean of each slice, over micro-batches and ranks. Ours: the mean of the batch."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(batch, generator=generator, dtype=torch.float64)  # of each sample
-    world_size, pieces, means, sums = 4, 2, [], []
-    for rank in range(world_size):
-        _, indices = next(iter(make_sampler(batch, batch, rank, world_size, pieces)))
-        for part in common.split_batch(gradients[indices], pieces):
-            means.append(part.mean() / pieces)
-            sums.append(part.sum() * (world_size / batch))
-    theirs, ours = (torch.stack(parts).sum() / world_size for parts in (means, sums))
-    assert ours.item() == pytest.approx(gradients.mean().item(), rel=1e-12)
-    assert (theirs.item() == pytest.approx(ours.item(), rel=1e-12)) == exact
