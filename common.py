@@ -833,7 +833,7 @@ def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor)
 
 
 def whole(value: Any) -> Any:
-    """Return a copy with whole tensors on rank 0's CPU, and None for each tensor on other ranks.
+    """Return the value with whole tensors on rank 0's CPU, and None for each on the other ranks.
 
     Call it on every rank.
     """
@@ -846,7 +846,7 @@ def whole(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = joined(value) if hasattr(value, "full_tensor") else value
-    return value.to("cpu", copy=True) if get_rank() == 0 else None  # steps go on while it is saved
+    return value.to("cpu") if get_rank() == 0 else None
 
 
 def joined(shards: Tensor) -> Tensor:

@@ -83,10 +83,10 @@ def main(argv: list[str] | None = None) -> int:
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     average = common.build_average(args.average, net)
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)

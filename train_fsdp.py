@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     average = common.build_average(args.average, net)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
     # module gathers its whole parameters. The optimizer comes later: it must hold the shards.
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(state, train_sampler, val_set, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # no wrapper: its modules collect parameters and reduce-scatter gradients
+    model = net  # this is called; net keeps the plain names
     if args.compile:
         model.compile()
 

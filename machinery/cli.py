@@ -218,7 +218,7 @@ flag("--tensorboard", MAY_CHANGE, "also write the log for TensorBoard, into --ou
 option("--device", str, "auto|cpu|cuda|...", "auto", FREE,
        "auto takes the accelerator if there is one")
 flag("--deterministic", MAY_CHANGE, "slower kernels that give the same bits in every run")
-flag("--check", FREE, "try a few samples before the run", True)
+flag("--check", FREE, "try a first batch of each set before the run", True)
 # fmt: on
 
 
@@ -413,7 +413,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError(f"{marks} has no effect on --schedule {schedule}; use {use}")
     if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
         raise UsageError(f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
-    # A run of one epoch may cut the default.
+    # The default may be longer than a run of one epoch.
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
     if warmup > args.epochs and warmup != usual.settings["default"]:
         problem = f"--warmup-epochs {warmup:g} is longer than the run"

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # it was machinery/: a task's `import options` would find ours
+    sys.path[0] = str(ROOT)  # it was machinery/: a task's `import cli` would find ours
 
 import torch.multiprocessing as mp
 

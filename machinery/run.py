@@ -581,8 +581,12 @@ class RunFiles:
             self.best_epoch = checkpoint["epoch"]
         os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
-        if not self.read_back:  # an optimizer of the task may hold what no run can load
-            load_checkpoint(self.directory / names[-1])
+        if not self.read_back:
+            try:
+                load_checkpoint(self.directory / names[-1])
+            except UsageError as error:
+                problem = "the model or the optimizer holds what no checkpoint can give back"
+                raise UsageError(f"{problem}, only tensors, numbers and texts: {error}") from error
             self.read_back = True
         return ""
 

@@ -1,4 +1,4 @@
-"""Load the file of --task, call its functions, and try them on a few samples before the run.
+"""Load the file of --task, call its functions, and try them on a first batch before the run.
 
 What a function of the file raises becomes a UsageError that names the file, the line and the
 function.

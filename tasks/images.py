@@ -41,7 +41,12 @@ TORCHVISION |= {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of this task."""
     add = parser.add_argument
-    add("--dataset", choices=[*DATASETS], default="imagefolder", help="(default: %(default)s)")
+    add(
+        "--dataset",
+        choices=[*DATASETS],
+        default="imagefolder",
+        help="what to train on (default: %(default)s)",
+    )
     data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
     fetch = "fetch the data set into --data-dir if it is missing"
     download = add("--download", action=argparse.BooleanOptionalAction, default=False, help=fetch)
@@ -293,7 +298,8 @@ class ResNet9(nn.Module):
         features = self.down1(self.stem(images))
         features = self.down3(self.down2(features + self.block1(features)))
         features = features + self.block2(features)
-        features = F.max_pool2d(features, features.shape[-2:]).flatten(1)  # see DigitNet in task.py
+        # Not adaptive_max_pool2d: --deterministic refuses its backward on CUDA.
+        features = F.max_pool2d(features, features.shape[-2:]).flatten(1)
         return self.head(features) * 0.125  # small logits at the start
 
 
