@@ -22,6 +22,7 @@ from launches import MEASURED
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import common
 import machinery.process
 import machinery.usertask
 import sampling
@@ -159,6 +160,17 @@ def spawn_launcher(argv, change=None, call=2):
     if change:
         on_rank_1(change, call)
     return machinery.process.run_main(functools.partial(train_spawn.main, argv))
+
+
+def scale_by_1024(rank):
+    """A loss scale in float64, where it must not change a bit: that shows the order of what is done with the gradient."""
+    init = common.StepGuard.__init__
+
+    def scaled(self, *arguments):
+        init(self, *arguments)
+        self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    common.StepGuard.__init__ = scaled
 
 
 def call_in_task(name, at, function, rank_to_call=0, rank=0):
