@@ -388,7 +388,7 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
         absent = shapes.get(name) is None
         found = "not in the file" if absent else f"{list(shapes[name])} in the file"
         print0(f"weights: not loaded: {name} {list(own[name].shape)}, {found}")
-    if extra := [name for name in given if name not in own]:
+    if extra := [name for name in given if name not in own and shapes[name] is not None]:
         print0(f"weights: not in the model: {', '.join(extra)}")
 
 
