@@ -95,3 +95,39 @@ def pytest_collection_finish() -> None:
 def pytest_make_parametrize_id(val):
     """Name a test after the number of its signal, which Python 3.10 writes in another way."""
     return str(int(val)) if isinstance(val, signal.Signals) else None
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """Put what a test has proved by `harness.prove` into its report, which travels from a worker to the terminal."""
+    report = (yield).get_result()
+    if call.when == "call" and "harness" in sys.modules:
+        proved = sys.modules["harness"].proved
+        report.user_properties += [("proved", list(one)) for one in proved]
+        proved.clear()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print the proof: what was compared with what, how often, the worst deviation, and what is allowed."""
+    rows: dict[tuple[str, str, float], list[float]] = {}
+    for report in (*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")):
+        for name, one in report.user_properties if report.when == "call" else ():
+            if name == "proved":
+                what, with_what, deviation, allowed = one
+                rows.setdefault((what, with_what, allowed), []).append(deviation)
+    if rows:
+        terminalreporter.section("proof")
+        table = [("compared", "with", "times", "worst", "allowed")]
+        for (what, with_what, allowed), found in sorted(rows.items()):
+            worst = next((one for one in found if one != one), max(found))  # a NaN is the worst
+            table.append(
+                (
+                    what,
+                    with_what,
+                    str(len(found)),
+                    *(f"{one:.0e}" if one else "0" for one in (worst, allowed)),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*table)]
+        for row in table:
+            terminalreporter.line("  ".join(map(str.ljust, row, widths)).rstrip())

@@ -305,6 +305,32 @@ def deviation(value: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
     return worst.item() / scale
 
 
+proved: list[tuple[str, str, float, float]] = []  # by the test under way; conftest.py makes a table
+
+
+def prove(what: str, with_what: str, deviation: float, allowed: float) -> None:
+    """Assert that `what`, compared with `with_what`, deviates by no more than `allowed`, and note it for the table of proofs."""
+    proved.append((what, with_what, float(deviation), float(allowed)))
+    assert deviation <= allowed, f"{what}, compared with {with_what}: {deviation} > {allowed}"
+
+
+def prove_run(
+    result: Result, reference: Result, gradients: float = 1e-12, rest: float = 1e-10
+) -> None:
+    """Prove that a run in any mode is the reference, on one device."""
+    for name, found in compare(result, reference).items():
+        allowed = gradients if name == "gradients" else rest
+        prove(f"{name} {MOMENT[name]}, any mode", "one device", found, allowed)
+
+
+MOMENT = {
+    "gradients": "of the first step",
+    "parameters": "after several epochs",
+    "losses": "of all lines",
+    "evaluation": "of all epochs",
+}
+
+
 def compare(result: Result, reference: Result) -> dict[str, float]:
     """Return the deviations of gradients, parameters, loss trace and evaluation, after checks that the comparison means something."""
     assert result.code == 0, result.err
@@ -396,7 +422,9 @@ def factor_of(args: Namespace, step: int, steps_per_epoch: int) -> float:
 
 
 def scheduler_of(args: Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int):
-    return common.build_scheduler(optimizer, steps_per_epoch, **machinery.cli.schedule_options(args))
+    return common.build_scheduler(
+        optimizer, steps_per_epoch, **machinery.cli.schedule_options(args)
+    )
 
 
 def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
@@ -435,9 +463,7 @@ def check_built(args: Namespace) -> None:
     train_sampler = sampler_of(args, train_set)
     val_sampler = sampling.ShardSampler(len(val_set), args.eval_batch_size)
     device = torch.device("cpu")
-    machinery.usertask.check_run(
-        task, net, device, train_set, train_sampler, val_set, val_sampler
-    )
+    machinery.usertask.check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)
     task.build_optimizer(net)
 
 
