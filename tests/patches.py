@@ -212,7 +212,7 @@ def change_what_replicas_gather(change):
     cat = torch.cat
 
     def changed(outputs, *options, **more):
-        of_replicas = sys._getframe(1).f_code.co_filename.endswith("stand_ins.py")
+        of_replicas = sys._getframe(1).f_code.co_filename.endswith("modes.py")
         return cat(change(outputs) if of_replicas else outputs, *options, **more)
 
     torch.cat = changed
