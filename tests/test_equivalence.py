@@ -3,13 +3,15 @@
 import contextlib
 import functools
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from harness import TASKS, compare, deviation, single_run, train, undisturbed
+from harness import TASKS, compare, deviation, prove_run, single_run, train, undisturbed
 from patches import BASE, printed
 from runs import CPU
-from short_runs import MODES
 from torch import nn
 
 import common
@@ -24,113 +26,87 @@ DIGITS = (
     str(TASKS / "small.py"),
     *"--dtype float64 --epochs 5 --batch-size 30 --log-every 4".split(),
 )
-SIZES = [
-    ("dp", 1),
-    ("dp", 2),
-    ("dp", 3),
-    ("dp", 4),
-    ("ddp", 1),
-    ("ddp", 2),
-    ("ddp", 3),
-    ("ddp", 4),
-    ("spawn", 2),
-    ("spawn", 3),
-]
+
+
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize(
     ("mode", "n", "accum_steps"),
     [
-        *((*mode, steps) for mode in SIZES for steps in (1, 2)),
-        ("dp", 3, 3),
-        ("ddp", 4, 3),
-        ("spawn", 3, 3),
+        ("dp", 2, 1),
+        ("dp", 2, 2),
+        ("ddp", 2, 1),
+        ("ddp", 2, 2),
+        ("spawn", 2, 1),
+        full("dp", 3, 3),
+        full("dp", 4, 1),
+        full("ddp", 1, 1),
+        full("ddp", 3, 1),
+        full("ddp", 4, 3),
+        full("spawn", 3, 2),
     ],
 )
 def test_mode_equals_one_device(mode, n, accum_steps, tmp_path):
-    reference = single_run(*DIGITS)
-    deviations = compare(
-        train(mode, n, *DIGITS, "--accum-steps", accum_steps, folder=tmp_path), reference
-    )
-    assert deviations.pop("gradients") <= 1e-12, "the first step's gradients"
-    assert max(deviations.values()) <= 1e-10, deviations
+    result = train(mode, n, *DIGITS, "--accum-steps", accum_steps, folder=tmp_path)
+    prove_run(result, single_run(*DIGITS))
 
 
-@pytest.mark.parametrize("accum_steps", [2, 3, 30])
+@pytest.mark.parametrize("accum_steps", [2, full(30)])
 def test_accumulation_on_one_device(accum_steps, tmp_path):
-    deviations = compare(
-        train("single", 1, *DIGITS, "--accum-steps", accum_steps, folder=tmp_path),
-        single_run(*DIGITS),
-    )
+    result = train("single", 1, *DIGITS, "--accum-steps", accum_steps, folder=tmp_path)
+    deviations = compare(result, single_run(*DIGITS))
     assert max(deviations.values()) <= 1e-10, deviations
 
 
 FEATURES = {
-    "adamw": "--optimizer adamw --lr 0.003 --weight-decay 0.05",
-    "clipping": "--clip-grad-norm 0.5",
-    "no label smoothing": "--label-smoothing 0",
-    "frozen layers": "--freeze conv1.* conv2.bias",
-    "step": "--schedule step --step-epochs 3 4 --step-gamma 0.3 --warmup-epochs 1",
-    "loader workers": "--workers 2",
+    "ema": "--average ema --clip-grad-norm 0.5",
+    "frozen layers": "--freeze conv1.* conv2.bias --workers 2 --channels-last",
+    "adamw": "--optimizer adamw --lr 0.003 --weight-decay 0.05 --schedule step --step-epochs 3 4 --step-gamma 0.3",
     "batch of one a device": "--batch-size 3 --epochs 2 --lr 0.03",
-    "ema": "--average ema",
-    "channels last": "--channels-last",
-    "unused option of ddp": "--find-unused-parameters",
 }
-OF_ITS_OWN = [
-    "clipping",
-    "frozen layers",
-    "loader workers",
-    "batch of one a device",
-    "ema",
-]  # where dp has other code at work
-
-PLAIN = [feature for feature in FEATURES if feature not in OF_ITS_OWN]
 
 
 @pytest.mark.parametrize(
     ("mode", "n", "feature"),
     [
-        *(("dp", 3, feature) for feature in OF_ITS_OWN),
-        *(("ddp", 3, feature) for feature in OF_ITS_OWN),
-        *(pytest.param("ddp", 3, feature, marks=pytest.mark.long) for feature in PLAIN),
+        ("dp", 3, "ema"),
+        ("ddp", 3, "ema"),
+        *(full("dp", 3, feature) for feature in ("frozen layers", "batch of one a device")),
+        *(full("ddp", 3, feature) for feature in FEATURES if feature != "ema"),
     ],
 )
 def test_feature_equals_one_device(mode, n, feature, tmp_path):
     argv = (*DIGITS, "--batch-size", "31", *FEATURES[feature].split())  # which 3 does not divide
     result = train(mode, n, *argv, folder=tmp_path)
-    deviations = compare(result, single_run(*argv))
-    assert max(deviations.values()) <= 1e-10, deviations
+    prove_run(result, single_run(*argv))
     if feature == "ema":  # what is evaluated is not what is trained
         average = result.checkpoint()["average"]
         assert average.pop("n_averaged") > 1
         assert deviation(average, result.checkpoint()["model"]) > 1e-4
 
 
-def test_training_is_not_trivial(tmp_path):
+def test_training_is_not_trivial():
     """What the equalities above rest on: every epoch has its own order and augmentation, and ranks see different samples."""
-    plain, other_seed = single_run(*DIGITS), single_run(*DIGITS, "--seed", "1")
+    argv = (*DIGITS, "--epochs", "1", "--warmup-epochs", "0")
+    plain, other_seed = single_run(*argv), single_run(*argv, "--seed", "1")
     assert deviation(plain.gradients[0][0], other_seed.gradients[0][0]) > 1e-3
-    clipped = single_run(*DIGITS, "--clip-grad-norm", "0.5")
+    clipped = single_run(*argv, "--clip-grad-norm", "0.5")
     assert all(line["grad_norm"] > 0.5 for line in plain.train_lines()[:2]), (
         "or clipping would not clip"
     )
     assert deviation(clipped.checkpoint()["model"], plain.checkpoint()["model"]) > 1e-3
-    frozen = single_run(*DIGITS, "--freeze", "conv1.*", "conv2.bias").checkpoint()["model"]
-    start = single_run(*DIGITS, "--lr", "0", "--weight-decay", "0", "--epochs", "1").checkpoint()[
-        "model"
-    ]
-    assert [name for name in start if frozen[name].equal(start[name])] == [
-        "conv1.weight",
-        "conv1.bias",
-        "conv2.bias",
-    ]
+    frozen = single_run(*argv, "--freeze", "conv1.*", "conv2.bias").checkpoint()["model"]
+    start = single_run(*argv, "--lr", "0", "--weight-decay", "0").checkpoint()["model"]
+    kept = [name for name in start if frozen[name].equal(start[name])]
+    assert kept == ["conv1.weight", "conv1.bias", "conv2.bias"]
 
 
 # ------------------------------------------------------------ what ranks share and what they do not
 
 
-@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("spawn", 2)])
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), full("spawn", 2)])
 def test_sync_bn_with_accumulation_equals_one_device(mode, n, tmp_path):
     """Only if the ranks cut the same micro-batches as one device do they have its statistics."""
     argv = (*BASE, "--model", "batchnorm", "--epochs", "1", "--accum-steps", "2")
@@ -155,6 +131,7 @@ def print_evaluated_buffers(mode, rank):
     script.evaluate = watched
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["ddp", "spawn"])
 def test_batchnorm_buffers_are_evaluated_alike(mode, tmp_path):
     argv = (*BASE, "--model", "batchnorm", "--epochs", "1")
@@ -204,48 +181,35 @@ def test_replicas_on_accelerators_have_their_own_random_streams(monkeypatch):
 EVERYTHING = (
     "--task",
     str(TASKS / "everything.py"),
-    *"--dtype float64 --epochs 2 --batch-size 30 --device cpu".split(),
+    *"--dtype float64 --epochs 1 --batch-size 30 --device cpu".split(),
 )
 
 
-@pytest.mark.parametrize(("mode", "n"), MODES)
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), full("dp", 2)])
 def test_frozen_batchnorm_keeps_its_statistics(mode, n, tmp_path):
     trained = single_run(*EVERYTHING).checkpoint()["model"]
-    means = [name for name in trained if name.endswith("running_mean")]
-    assert means and all(trained[name].abs().sum() > 0 for name in means)
-    norms = [name.removesuffix("running_mean") for name in means]
-    result = train(
-        mode, n, *EVERYTHING, "--freeze", *(f"{norm}*" for norm in norms), folder=tmp_path
-    )
-    frozen = result.checkpoint()["model"]
-    for norm in norms:
-        assert (
-            frozen[f"{norm}running_mean"].abs().sum() == 0
-            and frozen[f"{norm}num_batches_tracked"] == 0
-        )
-        assert (frozen[f"{norm}running_var"] == 1).all()
-    half = train(
-        mode,
-        n,
-        *EVERYTHING,
-        "--freeze",
-        *(f"{norm}weight" for norm in norms),
-        folder=tmp_path / "half",
-    ).checkpoint()["model"]
-    assert half[means[0]].abs().sum() > 0, "its bias is trained"
+    (norm,) = [
+        name.removesuffix("running_mean") for name in trained if name.endswith("running_mean")
+    ]
+    frozen = train(mode, n, *EVERYTHING, "--freeze", f"{norm}*", folder=tmp_path)
+    kept = frozen.checkpoint()["model"]
+    assert kept[f"{norm}running_mean"].abs().sum() == 0 and (kept[f"{norm}running_var"] == 1).all()
+    assert kept[f"{norm}num_batches_tracked"] == 0
+    half = single_run(*EVERYTHING, "--freeze", f"{norm}weight").checkpoint()["model"]
+    assert half[f"{norm}running_mean"].abs().sum() > 0, "its bias is trained"
+    assert trained[f"{norm}running_mean"].abs().sum() > 0
 
 
 def print_sent_bytes(rank):
-    import train_ddp
-
-    class Watched(train_ddp.DistributedDataParallel):
+    class Watched(nn.parallel.DistributedDataParallel):
         def __init__(self, module, **keywords):
             super().__init__(module, **keywords)
             print("sent:", self._get_ddp_logging_data()["total_parameter_size_bytes"])
 
-    train_ddp.DistributedDataParallel = Watched
+    nn.parallel.DistributedDataParallel = Watched
 
 
+@pytest.mark.full
 def test_no_gradient_of_frozen_parameters_is_sent(tmp_path):
     argv = ("--epochs", "1", "--batch-size", "700", "--freeze", "conv*")
     result = train("ddp", 2, *argv, folder=tmp_path, patch=print_sent_bytes)
@@ -255,7 +219,7 @@ def test_no_gradient_of_frozen_parameters_is_sent(tmp_path):
 # ------------------------------------------------------------------------ precision and compression
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["bf16", full("fp16")])
 def test_compressed_gradients_differ_by_their_rounding(name, tmp_path):
     argv = (*BASE, "--epochs", "1")
     dtype, plain = (
@@ -278,3 +242,27 @@ def test_compressed_gradients_differ_by_their_rounding(name, tmp_path):
 def test_amp_computes_in_its_type(amp, dtype):
     with common.autocast(CPU, amp):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+# ------------------------------------------------------------------------------- the table of proofs
+
+PROOFS = """
+import pytest
+from harness import prove
+@pytest.mark.parametrize("deviation", [1e-14, 3e-13, 0.5, float("nan")])
+def test(deviation):
+    prove("weights", "one device", deviation, 1e-12)
+    prove("bits", "one device", 0.0, 0)
+"""
+
+
+@pytest.mark.full
+def test_tests_end_with_a_table_of_what_they_proved(tmp_path):
+    (tmp_path / "test_made_up.py").write_text(PROOFS)
+    command = [sys.executable, *"-m pytest -p conftest -n 2 --rootdir".split(), tmp_path, tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(TASKS.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    rows = [line.split() for line in result.stdout.partition(" proof ")[2].splitlines()]
+    assert ["bits", "one", "device", "2", "0", "0"] in rows, result.stdout
+    assert ["weights", "one", "device", "4", "nan", "1e-12"] in rows
+    assert "2 failed, 2 passed" in result.stdout, "0.5 and a NaN are above 1e-12"

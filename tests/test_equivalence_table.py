@@ -7,8 +7,6 @@ import pytest
 from torch import nn
 
 import common
-import train_ddp
-import train_spawn
 
 
 class Unwrapped(nn.Module):
@@ -18,12 +16,12 @@ class Unwrapped(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, inputs):
-        return self.module(inputs)
+    def forward(self, *inputs):
+        return self.module(*inputs)
 
 
 def without_wrap(rank):
-    train_ddp.DistributedDataParallel = train_spawn.DistributedDataParallel = Unwrapped
+    nn.parallel.DistributedDataParallel = Unwrapped
     common.sync_buffers = lambda net: None  # would raise; here the deviations themselves must tell
 
 
@@ -38,6 +36,7 @@ def run(tmp_path, patch, only):
     return code, {(cell["feature"], cell["mode"]): cell for cell in found}
 
 
+@pytest.mark.full
 def test_whole_run_is_green_and_one_without_the_wrapper_is_red(tmp_path, capsys):
     for patch, mode, broken in ((None, "dp", False), (without_wrap, "ddp", True)):
         code, cells = run(tmp_path, patch, f"AdamW, {mode} 2")
@@ -49,6 +48,7 @@ def test_whole_run_is_green_and_one_without_the_wrapper_is_red(tmp_path, capsys)
         assert out.count("**") == 2 * broken and err.count("FAILED") == broken
 
 
+@pytest.mark.full
 def test_a_crash_is_red(tmp_path, capsys):
     code, cells = run(tmp_path, crash, "adamw, ddp 2")
     assert code == 1 and list(cells) == [("AdamW", "ddp")]
