@@ -428,6 +428,8 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError(f"{problem}; use ddp or spawn")
     if mode == "fsdp" and args.amp == "fp16":
         raise UsageError("--amp fp16 cannot scale sharded gradients; use --amp bf16")
+    if mode == "fsdp" and args.find_unused_parameters:
+        raise UsageError("--find-unused-parameters belongs to DDP; leave it out")
     if mode == "fsdp" and args.channels_last:
         raise UsageError("--channels-last: torch shards contiguous parameters alone")
 
