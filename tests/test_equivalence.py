@@ -35,15 +35,13 @@ def full(*values):
 @pytest.mark.parametrize(
     ("mode", "n", "accum_steps"),
     [
-        ("dp", 2, 1),
         ("dp", 2, 2),
-        ("ddp", 2, 1),
         ("ddp", 2, 2),
         ("spawn", 2, 1),
+        full("dp", 2, 1),
         full("dp", 3, 3),
-        full("dp", 4, 1),
         full("ddp", 1, 1),
-        full("ddp", 3, 1),
+        full("ddp", 2, 1),
         full("ddp", 4, 3),
         full("spawn", 3, 2),
     ],
@@ -144,6 +142,7 @@ def test_batchnorm_buffers_are_evaluated_alike(mode, tmp_path):
     assert first == second and len(first) == 3
 
 
+@pytest.mark.full
 def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
     """Replica 0 keeps the running statistics, and the others do not touch them, as rank 0 does."""
     argv = (
@@ -185,7 +184,8 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), full("dp", 2)])
+@pytest.mark.full
+@pytest.mark.parametrize(("mode", "n"), [("ddp", 2), ("dp", 2)])
 def test_frozen_batchnorm_keeps_its_statistics(mode, n, tmp_path):
     trained = single_run(*EVERYTHING).checkpoint()["model"]
     (norm,) = [
@@ -219,7 +219,8 @@ def test_no_gradient_of_frozen_parameters_is_sent(tmp_path):
 # ------------------------------------------------------------------------ precision and compression
 
 
-@pytest.mark.parametrize("name", ["bf16", full("fp16")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_compressed_gradients_differ_by_their_rounding(name, tmp_path):
     argv = (*BASE, "--epochs", "1")
     dtype, plain = (

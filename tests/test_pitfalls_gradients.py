@@ -82,6 +82,7 @@ def make_nan(losses):
     return losses * float("nan")
 
 
+@pytest.mark.full
 def test_pitfall_05_nan_on_one_rank(tmp_path):
     """NaN on one rank: a rank that skips its own step leaves the others in a collective, or pairs their batches wrongly from then on."""
     assert [int(out) for out in in_group(2, skip_on_one_rank)] == [
@@ -156,6 +157,7 @@ def count_all_reduces(rank):
     dist.destroy_process_group = lambda: (print("reduced", count), destroy())
 
 
+@pytest.mark.full
 def test_pitfall_09_accumulation_synchronises_the_last_piece(tmp_path):
     """Ranks go on with different gradients after accumulation: the micro-batch that was synchronised was not the last one."""
     (wrong, first), (_, second) = map(json.loads, in_group(2, sync_on_the_first))
@@ -191,6 +193,7 @@ def without_sync(rank):
     common.sync_buffers = lambda net: None
 
 
+@pytest.mark.full
 def test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation(tmp_path):
     """Ranks evaluate a BatchNorm model differently: DDP makes buffers equal in the next training forward, and after the last comes none."""
     argv = (*BASE, "--model", "batchnorm", "--epochs", "1")

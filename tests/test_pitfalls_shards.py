@@ -129,6 +129,7 @@ def gather_alone():
         store.wait(["done"], timedelta(seconds=25))
 
 
+@pytest.mark.full
 def test_pitfall_45_rank_0_gathers_alone():
     assert in_group(2, gather_alone) == ["waited in vain\n", ""]
     assert in_group(2, gather) == ["whole\n", "took part\n"]

@@ -20,6 +20,7 @@ import machinery.usertask
 OWN = tuple(str(TASKS / "state.py") if part == BASE[1] else part for part in BASE)
 
 
+@pytest.mark.full
 def test_run_with_ranks_begins_as_one_without(tmp_path):
     """DDP's order of buckets needs a backward before the first step: it must leave no trace."""
     argv = (*OWN, "--model", "counts")
