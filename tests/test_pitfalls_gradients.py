@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import deviation, in_group, make_args, single_run, train, undisturbed
-from patches import BASE, change_what_replicas_gather, on_rank_1, printed, stop_after
+from patches import BASE, change_what_replicas_gather, on_rank_1, printed, scale_by_1024, stop_after
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -245,17 +245,6 @@ def test_pitfall_20_sync_bn_on_cpu_and_its_switch(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------- 21
-
-
-def scale_by_1024(rank):
-    """A loss scale in float64, where it must not change a bit: that shows the order of what is done with the gradient."""
-    init = common.StepGuard.__init__
-
-    def scaled(self, *arguments):
-        init(self, *arguments)
-        self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    common.StepGuard.__init__ = scaled
 
 
 def forget_unscale_on_purpose(rank):

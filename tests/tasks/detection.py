@@ -98,7 +98,7 @@ def iou(a, b):
     return inner / (a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - inner + 1e-9)
 
 
-def per_sample_loss(outputs, targets, *, label_smoothing):
+def per_sample_loss(outputs, targets):
     """Objectness of every cell, and 1 - IoU and class of the cells that hold a box, summed over the scales."""
     count = targets["present"].sum(1).clamp(min=1)
     losses = 0
@@ -112,7 +112,6 @@ def per_sample_loss(outputs, targets, *, label_smoothing):
             chosen[..., 5:].movedim(2, 1),
             targets["labels"],
             reduction="none",
-            label_smoothing=label_smoothing,
         )
         found = (weight * (1 - iou(boxes, targets["boxes"].to(boxes.dtype)) + classes)).sum(
             1
