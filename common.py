@@ -864,7 +864,7 @@ def joined(shards: Tensor) -> Tensor:
     padded[: len(own)] = own
     gathered = own.new_empty(rows * ranks, *shards.shape[1:])
     dist.all_gather([*gathered.tensor_split(ranks)], padded, group=group)  # writes into it
-    return gathered[: len(shards)]
+    return gathered[: len(shards)].clone()  # a file would hold the padding behind a view
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
