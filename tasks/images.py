@@ -49,13 +49,14 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     )
     data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
     fetch = "fetch the data set into --data-dir if it is missing"
-    download = add("--download", action=argparse.BooleanOptionalAction, default=False, help=fetch)
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    download = add("--download", **switch, help=fetch)
     side = "side of the square images of imagefolder and synthetic (default: 224)"
     add("--image-size", type=int, metavar="N", help=side)
     model = "resnet9, or any classification model of torchvision (default: %(default)s)"
     add("--model", metavar="NAME", default="resnet9", help=model)
     pretrained = "start from torchvision's weights for --model"
-    weights = add("--pretrained", action=argparse.BooleanOptionalAction, help=pretrained)
+    weights = add("--pretrained", **switch, help=pretrained)
     for option in (data_dir, download, weights):
         option.may_change = True  # when a run is resumed
     smoothing = "probability spread over all classes (default: %(default)s)"
