@@ -1,18 +1,17 @@
 """Bad input is refused before any process is started: exit code 2, one clear line that names the option, nothing written."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, check, check_built
+from harness import ROOT, check
+from runs import make_run
 
 import common
 import machinery.cli
-import machinery.usertask
 
 FILES = {
     "three.py": "def build_datasets(args): ...\ndef build_model(args): ...\ndef per_sample_loss(outputs, targets): ...\n",
@@ -21,7 +20,6 @@ FILES = {
     "leaves.py": "import sys\n\nsys.exit('usage: leaves.py FILE')\n",
     "friend.py": "colour = 'red'\n",
     "neighbour.py": "import syntax\n",
-    "task.txt": "",
     "asks.py": "build_datasets = build_model = per_sample_metrics = print\ndef per_sample_loss(outputs, targets, *, colour): ...\n",
     "junk.pt": "this is no checkpoint",
 }
@@ -40,12 +38,10 @@ TASKS = {
     "loss-none": LOSS.replace("return", "outputs.sum()") + "\n",
     "loss-target": LOSS + "nn.functional.cross_entropy(outputs, targets.double() / 3)\n",
     "metrics-empty": METRICS + "{}\n",
-    "metrics-unnamed": METRICS + "{1: targets}\n",
     "metrics-loss": METRICS + "{'top1': targets, 'loss': targets}\n",
     "model-empty": "build_model = lambda args: nn.Flatten()\n",
     "model-raises": "def build_model(args):\n    return nn.Linear(-1, 10, colour='red')\n",
     "model-shape": MODEL + "super().forward(images.float())\nbuild_model = Net\n",
-    "model-training": MODEL + "images.nonsense if self.training else images\nbuild_model = Net\n",
     "outputs-shape": MODEL
     + "super().forward(images.flatten(1).float()).unsqueeze(1)\nbuild_model = Net\n",
     "data-one": DATA + "[1, 2, 3]\n",
@@ -57,14 +53,17 @@ TASKS = {
     + DATA
     + "Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
     "data-text": DATA + "[(torch.zeros(1), 'seven')] * 99, [(torch.zeros(1), 'seven')]\n",
+    "data-ragged": DATA + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n",
+    "sparse": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, sparse=True))\n",
+    "extra-state": "class Extra(nn.Linear):\n    def get_extra_state(self): return {'a': open}\n"
+    + "build_model = lambda args: Extra(64, 10)\n",
     "data-unreadable": "class Torn(list):\n    def __getitem__(self, index):\n        raise OSError('image file is truncated')\n"
     + DATA
     + "Torn([0] * 99), Torn([0])\n",
 }
-IMAGES = "--dataset imagefolder --image-size 8 --batch-size 2 --data-dir TMP"
+IMAGES = "--task images --image-size 8 --batch-size 2 --data-dir TMP"
 # An image folder each: the classes of train/ and of val/
 FOLDERS = {
-    "no-val": ("ab", None),
     "no-train": (None, "ab"),
     "no-class": ("", "ab"),
     "empty": ("a", "ab"),
@@ -75,57 +74,41 @@ WHOLE = {
     "format": common.FORMAT,
     **{name: {} for name in ("model", "optimizer", "scheduler", "scaler", "average", "log")},
     **{"epoch": 0, "step": 0, "global_step": 0, "best": None, "config": {}},
-    "samples": 1437,
+    "samples": 185,
     "classes": None,
 }
 CHECKPOINTS = {
-    "format.pt": {"format": common.FORMAT},
-    "other.pt": {"format": 0, "config": {}},
-    "listed.pt": WHOLE | {"config": [1, 2]},
-    "samples.pt": WHOLE | {"samples": 1436},
-    "weights.pt": WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
-    "tensor.pt": torch.zeros(3),
+    "format.pt": (
+        {"format": common.FORMAT},
+        "not a checkpoint of this program: average, best, classes, config",
+    ),
+    "weights.pt": (
+        WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
+        "does not fit the model or the optimizer: ",
+    ),
 }
 # mode and N, options, what the one line must say; TMP stands for a folder with FILES in it and a finished run in TMP/run
 CASES = r"""
 single 1 | --batch-size 0 | --batch-size: must be a whole number, at least 1, got 0
-single 1 | --batch-size 3.5 | --batch-size: must be a whole number, at least 1, got 3.5
 single 1 | --batch-size 1438 | --batch-size 1438 is larger than the training set (1437 samples)
-single 1 | --batch-size | --batch-size: expected one argument
 single 1 | --accum-steps 65 | --batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65
 ddp 65 |  | --batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65
-ddp 4 | --accum-steps 20 | it must be at least 80
-dp 0 |  | --replicas: must be a whole number, at least 1, got 0
 spawn 0 |  | --nproc: must be a whole number, at least 1, got 0
-single 1 | --model resnet81 | --model resnet81: unknown; use digitnet, resnet9 or a classification model of torchvision, as resnet18 (did you mean resnet9?)
-single 1 | --dataset cifar | (did you mean cifar10?)
-single 1 | --dataset cifar10 | --dataset cifar10 needs --data-dir
-single 1 | --data-dir TMP | --data-dir TMP has no effect on --dataset digits
-single 1 | --dataset cifar10 --data-dir TMP/nowhere | --data-dir TMP/nowhere: no such directory
-single 1 | --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
-single 1 | --dataset imagefolder --data-dir TMP | --data-dir TMP: needs train/ and val/ (or test/)
 single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such file
 single 1 | --resume TMP | --resume TMP: is a directory; name a file in it
-single 1 | --resume TMP/junk.pt | --resume TMP/junk.pt: damaged, or no file of tensors
 single 1 | --resume auto | --resume auto needs --output-dir
 single 1 | --eval-only | --eval-only needs --resume FILE
 single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision and --dtype float64 double
-single 1 | --lr nan | --lr: must be a number, at least 0, got nan
 single 1 | --schedule step | --schedule step needs --step-epochs
 single 1 | --nesterov --momentum 0 | --optimizer sgd: ValueError: Nesterov momentum requires a momentum
 single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; there are conv1.weight
 single 1 | --freeze * | --freeze *: every parameter is frozen, nothing is left to train
-single 1 | --seed -1 | --seed: must be a whole number, 0 to 9223372036854775807
 single 1 | --device cuda:7 | --device cuda:7: not on this machine; available: auto, cpu
 single 1 | --no-such-option | unrecognized arguments: --no-such-option
 single 1 | --batch 32 | unrecognized arguments: --batch 32 (did you mean --batch-size?)
-single 1 | stray | unrecognized arguments: stray (--help lists the options)
-single 1 | -- lr | unrecognized arguments: -- lr (--help lists the options)
-single 1 | --grad-compress bf16 | --grad-compress bf16 has no effect in one process
 dp 2 | --compile | --compile cannot follow the copies of nn.DataParallel
 dp 2 | --sync-bn | --sync-bn: nn.DataParallel cannot synchronise BatchNorm
 spawn 2 | --nnodes 2 --dist-url tcp://localhost:2000 | --nnodes 2 needs --node-rank
-spawn 2 | --dist-url localhost | --dist-url: must be tcp://HOST:PORT
 single 1 | --task TMP/none.py | --task TMP/none.py: no such file
 single 1 | --task TMP/three.py | missing: per_sample_metrics
 single 1 | --task TMP/syntax.py | --task TMP/syntax.py, line 1: SyntaxError
@@ -140,49 +123,53 @@ single 1 | --output-dir= | --output-dir: must not be empty, got ''
 single 1 | --output-dir TMP/LONG | : File name too long
 single 1 | --output-dir TMP/nowhere | --output-dir TMP/nowhere: cannot write in TMP/nowhere
 single 1 | --output-dir TMP/closed/run | --output-dir TMP/closed/run: cannot write in TMP/closed
-single 1 | --compile=yes | --compile/--no-compile: ignored explicit argument 'yes'
 spawn 2 | --dist-url tcp://localhost:99999 | --dist-url tcp://localhost:99999: ValueError: Port out of range 0-65535
-spawn 2 | --dist-url tcp://localhost:0 | --dist-url: must be tcp://HOST:PORT, as tcp://10.0.0.1:29500, got 'tcp://localhost:0'
-single 1 | --resume TMP/format.pt | --resume TMP/format.pt: not a checkpoint of this program: average, best, classes, config
-single 1 | --resume TMP/listed.pt | --resume TMP/listed.pt: not a checkpoint of this program: AttributeError:
-single 1 | --resume TMP/other.pt | --resume TMP/other.pt: not a checkpoint of this program (format 3)
-single 1 | --resume TMP/tensor.pt | --resume TMP/tensor.pt: not a checkpoint of this program (format 3)
-single 1 | --resume TMP/samples.pt | --resume TMP/samples.pt: the training set had 1436 samples, and has 1437 now;
-single 1 | --resume TMP/weights.pt | --resume TMP/weights.pt: its weights do not fit the model: RuntimeError: Error(s) in loading
-single 1 | --output-dir TMP/run --resume auto | --resume TMP/run/last.pt: damaged, or no file of tensors
-single 1 | --output-dir TMP/new --resume auto --eval-only | --resume auto: no checkpoint in TMP/new to evaluate
-single 1 | --task TMP | --task TMP: is a directory; name a file in it
-single 1 | --task TMP/task.txt | --task TMP/task.txt: must be a Python file with a name that ends in .py
 single 1 | --task TMP/neighbour.py | --task TMP/neighbour.py, line 1: SyntaxError
 single 1 | --task TMP/leaves.py | --task TMP/leaves.py, line 3: SystemExit: usage: leaves.py FILE
 single 1 | --task TMP/bytes.py | --task TMP/bytes.py, line 1: SyntaxError
-single 1 | IMAGES/no-val | --data-dir TMP/no-val: needs train/ and val/
 single 1 | IMAGES/no-train | --data-dir TMP/no-train: needs train/ and val/
 single 1 | IMAGES/no-class | --data-dir TMP/no-class: Couldn't find any class folder in TMP/no-class/train
 single 1 | IMAGES/empty | --data-dir TMP/empty: Found no valid file for the classes b.
 single 1 | IMAGES/more | --data-dir TMP/more: training and evaluation set must have the same classes; only one of them has c
 single 1 | IMAGES/fewer | --data-dir TMP/fewer: training and evaluation set must have the same classes; only one of them has b
-single 1 | IMAGES/torn | samples [0, 1] of the training set: RuntimeError: sample 0 cannot be read:
-single 1 | --model resnet18 | --model resnet18 takes 3 channels, --dataset digits has 1; use digitnet or resnet9
+single 1 | IMAGES/torn | of the training set: RuntimeError: sample
 single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []
 single 1 | --task TMP/loss-none.py | --task TMP/loss-none.py: per_sample_loss: ValueError: loss must be one number per sample, shape [n], got NoneType
 single 1 | --task TMP/loss-target.py | --task TMP/loss-target.py: per_sample_loss, line 5: RuntimeError:
 single 1 | --task TMP/metrics-empty.py | --task TMP/metrics-empty.py: per_sample_metrics must return at least one metric, and none named count, data_wait, epoch, eval_s, event, global_step, grad_norm, images_per_s, loss, lr, save_s, skipped, step, train_s; got {}
-single 1 | --task TMP/metrics-unnamed.py | --task TMP/metrics-unnamed.py: per_sample_metrics: TypeError: keywords must be strings
 single 1 | --task TMP/metrics-loss.py | --task TMP/metrics-loss.py: per_sample_metrics must return at least one metric, and none named count, data_wait, epoch
 single 1 | --task TMP/model-empty.py | --task TMP/model-empty.py: build_model must return an nn.Module with parameters, got Flatten
 single 1 | --task TMP/model-raises.py | --task TMP/model-raises.py: build_model, line 5: TypeError: Linear.__init__() got an unexpected keyword argument 'colour'
 single 1 | --task TMP/model-shape.py | --task TMP/model-shape.py: the model of build_model, line 8: RuntimeError:
-single 1 | --task TMP/model-training.py | --task TMP/model-training.py: the model of build_model, line 8: AttributeError: 'Tensor' object has no attribute 'nonsense'
 single 1 | --task TMP/outputs-shape.py | --task TMP/outputs-shape.py: per_sample_loss: RuntimeError:
 single 1 | --task TMP/data-one.py | --task TMP/data-one.py: build_datasets: ValueError: too many values to unpack (expected 2)
 single 1 | --task TMP/data-endless.py | --task TMP/data-endless.py: build_datasets: TypeError: object of type 'tuple_iterator' has no len()
 single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
-single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py: samples [0, 1] of the training set: a sample must be (input, target), got a list of 3
+single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py: samples [16, 39] of the training set: a sample must be (input, target), got a list of 3
 single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
-single 1 | --task TMP/data-text.py | --task TMP/data-text.py: samples [0, 1] of the training set: TypeError: a sample holds tensors
-single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [0, 1] of the training set: RuntimeError: sample 0 cannot be read: image file is truncated
+single 1 | --task TMP/data-text.py | --task TMP/data-text.py: samples [16, 39] of the training set: TypeError: a sample holds tensors
+single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [16, 39] of the training set: RuntimeError: sample 16 cannot be read: image file is truncated
 single 1 | --task TMP/data-empty.py | the evaluation set is empty
+single 1 | --lr inf | --lr: must be a number, at least 0, got inf
+single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, images, pose; got 'imges'
+single 1 | --task TMP/dir.py | --task TMP/dir.py: is a directory; name a file in it
+single 1 | --dataset cifar10 | --dataset belongs to --task images
+single 1 | --data-dir TMP | --data-dir belongs to --task detect or images or pose
+single 1 | --task images --dataset cifar | (did you mean cifar10?)
+single 1 | --task images | --dataset imagefolder needs --data-dir
+single 1 | --task images --data-dir TMP/nowhere | --data-dir TMP/nowhere: no such directory
+single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
+single 1 | --task images --dataset cifar10 --data-dir TMP --image-size 16 | --image-size 16 has no effect on --dataset cifar10
+single 1 | --task images --dataset synthetic --image-size 7 | --image-size 7: must be a whole number, at least 8
+single 1 | --task images --dataset synthetic --label-smoothing 1.1 | --label-smoothing 1.1: must be from 0 to 1
+single 1 | --task images --dataset synthetic --model resnet81 | --model resnet81: unknown; use resnet9 or a classification model of torchvision, as resnet18 (did you mean
+single 1 | --task images --dataset synthetic --pretrained | --pretrained: torchvision has no weights for resnet9; see --weights
+single 1 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp or spawn
+fsdp 2 | --amp fp16 | --amp fp16 cannot scale sharded gradients; use --amp bf16
+fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
+ddp 2 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ddp cannot average; leave out sparse=True
+single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
+single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size
 """
 CASES = [line.split(" | ") for line in CASES.strip().splitlines()]
 
@@ -198,8 +185,6 @@ def folder(tmp_path_factory):
     ]:
         (folder / name).write_text(text)
     (folder / "bytes.py").write_bytes(bytes(range(128, 256)))
-    for name, value in CHECKPOINTS.items():
-        torch.save(value, folder / name)
     for name, parts in FOLDERS.items():
         for part, classes in zip(("train", "val"), parts):
             for letter in classes or ():
@@ -208,9 +193,10 @@ def folder(tmp_path_factory):
                 Image.new("RGB", (8, 8)).save(folder / name / part / letter / "1.png")
     (folder / "no-class" / "train").mkdir()
     (folder / "empty" / "train" / "b").mkdir()
-    (folder / "torn" / "train" / "a" / "0.png").write_bytes(b"no picture")
+    for path in (folder / "torn" / "train").glob("?/?.png"):
+        path.write_bytes(b"no picture")
     (folder / "nowhere").symlink_to(folder / "gone")
-    for name in ("closed", "run"):
+    for name in ("closed", "run", "dir.py"):
         (folder / name).mkdir()
     (folder / "run" / "last.pt").write_bytes(b"")
     return folder
@@ -221,7 +207,9 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    ("device", "arguments", "message"), CASES, ids=[f"{d} {text}" for d, text, _ in CASES]
+    ("device", "arguments", "message"),
+    CASES,
+    ids=[f"{mode.replace(' ', '-')} {text}" for mode, text, _ in CASES],
 )
 def test_bad_input_is_refused_by_name(device, arguments, message, folder, monkeypatch, capfd):
     mode, n = device.split()
@@ -240,10 +228,7 @@ def test_bad_input_is_refused_by_name(device, arguments, message, folder, monkey
     argv = [part.replace("TMP", str(folder)) for part in arguments.split()]
     with pytest.raises(common.UsageError) as error:
         check(mode, int(n), *argv)
-    given = re.sub(
-        r"line \d+(?=: FileNotFoundError: (?:Could|Found))", "line LINE", str(error.value)
-    )  # a line of task.py
-    assert message.replace("TMP", str(folder)) in given
+    assert message.replace("TMP", str(folder)) in str(error.value)
     assert "\n" not in str(error.value), "one line"
     assert contents(folder) == before, "nothing written"
     assert capfd.readouterr() == ("", ""), "and nothing printed"
@@ -259,15 +244,10 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
             ["bash", "run.sh", "fdsp", "2"],
             "unknown mode 'fdsp' (did you mean fsdp?); use: bash run.sh single|dp|ddp|spawn|fsdp",
         ),
-        (["bash", "run.sh", "DDP", "2"], "unknown mode 'DDP' (did you mean ddp?)"),
-        (["bash", "run.sh", "--nproc", "2"], "unknown mode '--nproc'; use: bash"),
         (
             ["bash", "run.sh", "ddp", "0"],
             "N = 0: must be a whole number, at least 1, as in: bash run.sh ddp 2",
         ),
-        (["bash", "run.sh", "spawn", "-3"], "N = -3: must be a whole number, at least 1"),
-        (["bash", "run.sh", "ddp", "2.5"], "N = 2.5: must be a whole number, at least 1"),
-        (["bash", "run.sh", "dp", "two"], "N = two: must be a whole number, at least 1"),
         (["bash", "run.sh", "ddp", ""], "N = : must be a whole number, at least 1"),
         (
             ["bash", "run.sh", "ddp", "a[$(touch owned)]"],
@@ -285,7 +265,7 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
         pytest.param(
             [sys.executable, "train_spawn.py", "--batch-size", "5000", "--device", "cpu"],
             "--batch-size 5000 is larger than the training set",
-            marks=pytest.mark.long,
+            marks=pytest.mark.full,
         ),
         (
             [sys.executable, "train_single.py", "--lr", "fast"],
@@ -312,7 +292,7 @@ def test_bad_command_line_ends_with_code_2_and_one_line(command, message, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)], ids=["nothing", "--help", "-h"]
+    ("arguments", "code"), [([], 2), (["--help"], 0)], ids=["nothing", "--help"]
 )
 def test_run_sh_shows_its_usage(arguments, code):
     finished = subprocess.run(
@@ -363,16 +343,6 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
     machinery.cli.parse_args("ddp", [])
 
 
-def test_model_that_only_the_accelerator_can_run_is_not_refused(folder, monkeypatch):
-    args = machinery.cli.parse_args(
-        "single", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
-    )
-    with pytest.raises(common.UsageError, match="the model of build_model"):
-        check_built(args)
-    monkeypatch.setattr(machinery.usertask, "resolve_device_type", lambda name: "cuda")
-    check_built(args)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -394,39 +364,30 @@ def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(common.UsageError, match="--tensorboard needs the package tensorboard"):
         check("single", 1, "--tensorboard")
-    monkeypatch.setattr(
-        "torch.hub.urlopen", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
-    )
+
+    def no_network(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("torch.hub.urlopen", no_network)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    with pytest.raises(
-        common.UsageError,
-        match=r"build_model with --weights default, line \d+: OSError: no network",
-    ):
-        check("single", 1, "--weights=default", "--model=resnet18", "--dataset=synthetic")
+    argv = "--task images --dataset synthetic --model resnet18 --pretrained"
+    with pytest.raises(common.UsageError, match=r"build_model, line \d+: OSError: no network"):
+        check("single", 1, *argv.split())
 
 
-@pytest.mark.parametrize("mode", ["single", "dp", "spawn"])
-def test_rank_of_an_outer_launcher_does_not_switch_the_check_off(mode, folder, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
-    with pytest.raises(common.UsageError, match="the model of build_model"):
-        check(
-            mode,
-            2 if mode != "single" else 1,
-            "--task",
-            str(folder / "model-shape.py"),
-            "--device",
-            "cpu",
-        )
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_that_no_run_can_take_up_is_refused_by_name(name, tmp_path):
+    content, message = CHECKPOINTS[name]
+    torch.save(content, tmp_path / name)
+    with pytest.raises(common.UsageError) as error:
+        make_run(tmp_path, "--resume", tmp_path / name)
+    assert f"--resume {tmp_path / name}: {message}" in str(error.value)
+    assert "\n" not in str(error.value), "one line"
 
 
-def test_every_task_of_srun_checks(folder, monkeypatch):
-    """torchrun ends the other ranks if the first has found something wrong; srun would let them wait for it."""
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    args = machinery.cli.parse_args(
-        "ddp", ["--task", str(folder / "model-shape.py"), "--device", "cpu"]
-    )
-    with pytest.raises(common.UsageError, match="the model of build_model"):
-        check_built(args)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    check_built(args)
+def test_nothing_to_resume_is_said(tmp_path):
+    (tmp_path / "junk.pt").write_text("this is no checkpoint")
+    with pytest.raises(common.UsageError, match=r"junk\.pt: damaged, or no file of tensors"):
+        make_run(tmp_path, "--resume", tmp_path / "junk.pt")
+    with pytest.raises(common.UsageError, match=r"--resume auto: no checkpoint in .* to evaluate"):
+        make_run(tmp_path / "new", "--resume", "auto", "--eval-only")

@@ -20,8 +20,6 @@ from short_runs import ODD
 
 import common
 import machinery.cli
-import machinery.launch
-import machinery.modes
 import machinery.process
 import machinery.run
 import machinery.usertask

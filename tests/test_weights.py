@@ -2,35 +2,28 @@
 
 import os
 import re
-from argparse import Namespace
 
 import pytest
-import small
 import torch
 from harness import TASKS, check, deviation, make_args, train
-from short_runs import MODES, ODD
+from short_runs import ODD
 from torch import nn
 
 import common
-import machinery.cli
-import machinery.launch
-import machinery.process
-import machinery.run
 import machinery.usertask
-import task
+
+
+def build(*argv):
+    return machinery.usertask.Task(make_args("single", *argv)).build_net()
+
+
+def state_dict(*argv, seed="1"):
+    return build("--seed", seed, *argv).state_dict()
 
 
 def test_seed_decides_the_initial_weights():
-    def weights(seed):
-        args = make_args("single", "--seed", seed)
-        return machinery.usertask.build_net(args, machinery.usertask.load_task(args)).state_dict()
-
-    first, other, again = (weights(seed) for seed in "010")
+    first, other, again = (state_dict(seed=seed) for seed in "010")
     assert deviation(again, first) == 0 and deviation(other, first) > 0.1
-
-
-def state_dict(seed=1, task=task):
-    return machinery.usertask.build_net(make_args("single", "--seed", str(seed)), task).state_dict()
 
 
 def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_is_named(
@@ -53,9 +46,7 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
         ("lightning", {"model_state_dict": given}),
     ):
         torch.save(content, tmp_path / name)
-        net = machinery.usertask.build_net(
-            make_args("single", "--weights", str(tmp_path / name)), task
-        )
+        net = build("--weights", str(tmp_path / name))
         for parameter, value in net.state_dict().items():
             assert value.equal(weights[parameter]) == (
                 parameter not in ("conv1.bias", "head.weight")
@@ -71,19 +62,16 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
         ]
 
 
-def load_into(net, content, path, *options):
-    torch.save(content, path)
-    args = make_args("single", "--weights", str(path), *options)
-    return machinery.usertask.build_net(args, Namespace(build_model=lambda args: net)).state_dict()
-
-
-def test_weights_of_a_checkpoint_are_its_average_if_there_is_one(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["average", "ema", "model_ema", "state_dict_ema"])
+def test_weights_of_a_file_are_its_average_if_there_is_one(name, capsys):
     trained, average = {"weight": torch.ones(1, 2)}, {"weight": torch.full((1, 2), 2.0)}
     for kept, wanted in (({**average, "n_averaged": 3}, average), ({}, trained)):
-        content = {"model": trained, "average": kept, "epoch": 1}
-        found = load_into(nn.Linear(2, 1, bias=False), content, tmp_path / "last.pt")
-        assert found["weight"].equal(wanted["weight"])
-        assert ("not used: model" in capsys.readouterr().out) == bool(kept)
+        net = nn.Linear(2, 1, bias=False)
+        common.load_weights(net, {"model": trained, name: kept, "epoch": 1}, "the file")
+        assert net.weight.equal(wanted["weight"])
+        first = capsys.readouterr().out.splitlines()[0]
+        said = f"weights: {name} of the file; not used: model" if kept else "model of the file"
+        assert said in first and ("not used" in first) == bool(kept)
 
 
 def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
@@ -117,17 +105,12 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
         check("single", 1, "--weights", str(tmp_path / "flipped"))
 
 
-@pytest.mark.parametrize(("mode", "n"), MODES)
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
 def test_weights_are_where_training_starts_in_every_mode(mode, n, tmp_path):
-    weights = state_dict(task=small)
+    small = ("--task", str(TASKS / "small.py"))
+    weights = state_dict(*small)
     torch.save(weights, tmp_path / "weights.pt")
-    argv = (
-        "--epochs",
-        "1",
-        "--task",
-        TASKS / "small.py",
-        *"--batch-size 100 --dtype float64 --lr 0".split(),
-    )
+    argv = ("--epochs", "1", *small, *"--batch-size 100 --dtype float64 --lr 0".split())
     result = train(mode, n, *argv, "--weights", tmp_path / "weights.pt", folder=tmp_path)
     assert result.code == 0 and result.out.count("weights: 8 of the model's 8 tensors") == 1, (
         result.out + result.err
@@ -154,15 +137,6 @@ def test_infinite_buffers_are_loaded_and_infinite_parameters_are_not(tmp_path):
     torch.save(bad, tmp_path / "bad.pt")
     refused = train("single", 1, *argv, "--weights", tmp_path / "bad.pt", folder=tmp_path / "third")
     assert refused.code == 2 and f"{name} is not finite" in refused.err
-
-
-def test_check_is_silent(tmp_path, capfd):
-    """What is built tells about it, once."""
-    torch.save(state_dict(), tmp_path / "weights.pt")
-    check("single", 1, "--weights", str(tmp_path / "weights.pt"))
-    said = capfd.readouterr()
-    assert said.out.count("\n") == 1 and "weights: 8 of the model's 8 tensors" in said.out
-    assert said.err == ""
 
 
 def trainable(net):
@@ -199,19 +173,18 @@ def test_pattern_without_effect_is_refused(pattern):
         lambda tensors: {"model": {"state_dict": tensors}},
     ],
 )
-def test_weights_are_found_where_the_tensors_are(wrap, tmp_path):
-    tensors = {"0.weight": torch.ones(1, 1)}
+def test_weights_are_found_where_the_tensors_are(wrap):
     net = nn.Sequential(nn.Linear(1, 1))
-    assert load_into(net, wrap(tensors), tmp_path / "file")["0.weight"] == 1
+    common.load_weights(net, wrap({"0.weight": torch.ones(1, 1)}), "the file")
+    assert net[0].weight == 1
 
 
-@pytest.mark.parametrize(("mode", "n"), MODES)
-def test_weights_from_elsewhere_are_evaluated_without_a_checkpoint(mode, n, tmp_path):
+def test_weights_from_elsewhere_are_evaluated_without_a_checkpoint(tmp_path):
     trained = train("single", 1, *ODD, folder=tmp_path / "trained")
     weights = {f"module.{name}": v for name, v in trained.checkpoint()["model"].items()}
     torch.save({"weights": weights}, tmp_path / "old.pth")
     argv = (*ODD, "--eval-only", "--weights", tmp_path / "old.pth")
-    result = train(mode, n, *argv, folder=tmp_path / "evaluated")
+    result = train("ddp", 2, *argv, folder=tmp_path / "evaluated")
     assert result.code == 0, result.err
     (line,) = result.eval_lines()
     expected = trained.eval_lines()[-1]
