@@ -1,4 +1,4 @@
-"""The tasks of examples/, on small data sets in the real file formats: they learn, and are exact."""
+"""`--task detect` and `--task pose`, on small data sets in the real file formats: they learn, and are exact."""
 
 import contextlib
 import functools
@@ -16,7 +16,6 @@ from pycocotools.cocoeval import COCOeval
 
 import machinery.usertask
 
-pytestmark = pytest.mark.long
 SIZES = {"detect": (24, 11), "pose": (16, 7)}
 MAKE = {"detect": coco.make_boxes, "pose": coco.make_people}
 WIDTHS = {"detect": "--width 4", "pose": "--width 8 --stacks 2"}
@@ -24,11 +23,11 @@ WIDTHS = {"detect": "--width 4", "pose": "--width 8 --stacks 2"}
 
 def command(name, folder):
     side = {"detect": 64, "pose": 96}[name]
-    argv = f"--task {ROOT}/examples/{name}.py --data-dir {folder} --image-size {side} --workers 0"
+    argv = f"--task {name} --data-dir {folder} --image-size {side} --workers 0"
     return [*argv.split(), "--optimizer", "adamw", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module", params=["detect", pytest.param("pose", marks=pytest.mark.release)])
+@pytest.fixture(scope="module", params=["detect", pytest.param("pose", marks=pytest.mark.full)])
 def small(request, tmp_path_factory):
     """Return (name, command line of two epochs in float64, its run on one device)."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
@@ -41,16 +40,16 @@ def small(request, tmp_path_factory):
     return name, argv, result
 
 
-@pytest.mark.parametrize(("mode", "n"), [("ddp", 3), ("spawn", 2)])
-def test_example_is_the_same_on_many_devices(mode, n, small, tmp_path):
+def test_example_is_the_same_on_many_devices(small, tmp_path):
     _name, argv, single = small
-    result = train(mode, n, *argv, folder=tmp_path)
+    result = train("ddp", 3, *argv, folder=tmp_path)
     assert result.code == 0, result.err
     deviations = compare(result, single)
     assert max(deviations.values()) <= 1e-10, deviations
     assert single.eval_lines()[0]["loss"] != single.eval_lines()[1]["loss"]
 
 
+@pytest.mark.full
 def test_example_with_replicas_is_the_same_as_with_ranks(small, tmp_path):
     """nn.DataParallel cannot synchronise BatchNorm: compared with DDP, which need not either."""
     _name, argv, _ = small
@@ -85,28 +84,20 @@ def trained(request, tmp_path_factory):
     return name, argv, result
 
 
-POSE = pytest.param("pose", marks=pytest.mark.release)
-
-
-@pytest.mark.parametrize("trained", ["detect", POSE], indirect=True)
-def test_network_learns_and_ap_decides_the_best(trained):
-    name, _, result = trained
+@pytest.mark.full
+@pytest.mark.parametrize("trained", NAMES, indirect=True)
+def test_network_learns_and_ap_decides_the_best_alike_in_every_mode(trained, tmp_path):
+    """23 pictures in batches of 3: no world size divides them."""
+    name, argv, result = trained
     lines = result.eval_lines()
     assert lines[0]["AP50"] < 0.05 and max(line["AP50"] for line in lines) > 0.2
     assert result.checkpoint("best.pt")["best"] == max(line["AP"] for line in lines)
     if name == "detect":
         assert result.checkpoint()["classes"] == ["red", "green"], "in the order of their numbers"
-
-
-@pytest.mark.parametrize("trained", NAMES, indirect=True)
-def test_ap_is_bitwise_the_same_in_every_mode_and_at_every_world_size(trained, tmp_path):
-    """23 pictures in batches of 3: no world size divides them."""
-    _, argv, result = trained
-    expected = max(result.eval_lines(), key=lambda line: line["AP"])
+    expected = max(lines, key=lambda line: line["AP"])
     assert 0.03 < expected["AP"] < expected["AP50"] < 1
     options = [*argv, "--eval-only", "--resume", str(result.folder / "best.pt")]
-    modes = [("single", 1), ("dp", 3), *(("ddp", n) for n in (1, 2, 3, 4)), ("spawn", 2)]
-    for mode, n in modes:
+    for mode, n in (("dp", 3), ("ddp", 4)):
         again = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")
         assert again.code == 0, again.err
         (line,) = again.eval_lines()
@@ -131,12 +122,13 @@ def guesses_of_pose(module, net, image, size, number, truth, args):
         yield guess | {"keypoints": person.flatten().tolist()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trained", NAMES, indirect=True)
 def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
     """The task makes its own COCO objects; here the file's annotations are scored directly."""
     name, argv, result = trained
     args = make_args("single", *argv)
-    module = machinery.usertask.load_module(ROOT / "examples" / f"{name}.py")
+    module = machinery.usertask.load_module(ROOT / "tasks" / f"{name}.py")
     file, kind, guesses_of = {
         "detect": ("instances", "bbox", guesses_of_detect),
         "pose": ("person_keypoints", "keypoints", guesses_of_pose),
@@ -167,7 +159,7 @@ def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
 
 def test_pose_groups_joints_by_the_centre_they_point_to():
     """Two people whose joints lie all over the picture: the nearest centre would be the wrong one."""
-    module = machinery.usertask.load_module(ROOT / "examples" / "pose.py")
+    module = machinery.usertask.load_module(ROOT / "tasks" / "pose.py")
     generator, grid = torch.Generator().manual_seed(0), 32
     points = 0.05 + 0.9 * torch.rand(2, 18, 2, generator=generator)
     points[:, 17] = torch.tensor([[0.3, 0.52], [0.7, 0.52]])
@@ -193,6 +185,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.full
 def test_ap_after_a_stop_within_the_evaluation(small, tmp_path):
     _, argv, _ = small
     whole = train("ddp", 2, *argv, folder=tmp_path / "whole")

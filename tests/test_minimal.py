@@ -79,6 +79,7 @@ def kill_in_second_epoch():
     after_step(22 + 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+@pytest.mark.full
 def test_minimal_script_that_was_killed_goes_on_with_the_same_bits(tmp_path):
     _, whole, expected = run_minimal(3, tmp_path / "whole", 3)
     codes, before, saved = run_minimal(3, tmp_path / "killed", 3, kill_in_second_epoch)

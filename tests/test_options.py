@@ -65,8 +65,10 @@ def test_local_rank_is_accepted_in_both_spellings(spelling):
 DEFAULTS = {
     "skip_corrupt": False,
     "balanced": False,
+    "workers": None,
     "weights": None,
     "freeze": [],
+    "epochs": 30,
     "batch_size": 64,
     "accum_steps": 1,
     "optimizer": "sgd",

@@ -11,7 +11,8 @@ import zipfile
 
 import pytest
 import torch
-from harness import ROOT, check
+from harness import ROOT
+from runs import make_run
 
 import common
 
@@ -55,13 +56,6 @@ def run_it(path):
         unpickler.load()
 
 
-def refused(argv, capfd):
-    with pytest.raises(common.UsageError) as error:
-        check("single", 1, *argv)
-    assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
-    return str(error.value)
-
-
 PLACES = {
     "alone": lambda harm: harm,
     "among the weights": lambda harm: {
@@ -82,11 +76,15 @@ PLACES = {
     ],
 )
 def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place, tmp_path, capfd):
-    path, owned = tmp_path / "last.pt", tmp_path / "owned"
+    path, owned = tmp_path / "run" / "last.pt", tmp_path / "owned"
+    path.parent.mkdir()
     write(path, PLACES[place](Hostile(owned)))
-    for argv in (["--resume", str(path)], ["--resume", "auto", "--output-dir", str(tmp_path)]):
-        assert f"--resume {path}: damaged, or no file of tensors" in refused(argv, capfd)
-        assert list(tmp_path.iterdir()) == [path]
+    for argv in (["--resume", str(path)], ["--resume", "auto"]):
+        with pytest.raises(common.UsageError) as error:
+            make_run(tmp_path, *argv)
+        assert str(error.value).startswith(f"--resume {path}: damaged, or no file of tensors")
+        assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
+        assert not owned.exists()
     run_it(path)
     assert owned.exists(), "the file was hostile indeed"
 
@@ -140,7 +138,7 @@ def harmful(tmp_path, monkeypatch):
     return project, current, call
 
 
-@pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn", "fsdp"])
+@pytest.mark.parametrize("mode", ["single", "ddp", "spawn"])
 def test_run_sh_hands_harmful_names_on_as_they_are(mode, harmful):
     project, current, call = harmful
     given = [
@@ -175,6 +173,3 @@ def test_run_sh_imports_nothing_from_the_current_folder(harmful):
     own = [entry for entry in calls + more if entry[1] in ("-", "-c", "-m")]
     assert {entry[1] for entry in own} == {"-", "-c", "-m"}
     assert {entry[0] for entry in own} == {str(project)}
-
-
-# ------------------------------------------------------------ a pickle in the place of a checkpoint

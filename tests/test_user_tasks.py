@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 from argparse import Namespace
@@ -14,7 +13,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, TASKS, check, compare, deviation, make_args, run_processes, train
+from harness import TASKS, check, compare, deviation, make_args, run_processes, train
 from patches import stop_after
 from short_runs import ODD
 
@@ -30,14 +29,13 @@ import train_ddp
     ("model", "message"),
     [
         ("lazy", "build_model: lazy.weight has no shape yet"),
-        ("complex", "build_model: turn is complex"),
         ("complex_buffer", "build_model: turn is complex"),
         (
             "last_lacks",
             "the metrics must have the same names for every batch; only some batches have extra",
         ),
     ],
-    ids=["lazy", "complex", "complex_buffer", "last_lacks"],
+    ids=["lazy", "complex_buffer", "last_lacks"],
 )
 def test_task_that_cannot_be_right_is_refused_before_the_run(model, message):
     with pytest.raises(common.UsageError, match=re.escape(message)):
@@ -49,7 +47,7 @@ def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text("from small import *\n")
     (tmp_path / "small.py").write_text((TASKS / "small.py").read_text())
     monkeypatch.delitem(sys.modules, "small", raising=False)
-    machinery.usertask.load_task(make_args("single", "--task", str(tmp_path / "task.py")))
+    machinery.usertask.Task(make_args("single", "--task", str(tmp_path / "task.py")))
     assert sys.modules["small"].__file__ == str(tmp_path / "small.py")
     assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
     monkeypatch.delitem(sys.modules, "small")
@@ -84,21 +82,20 @@ def call_main_again_and_again(folder):
 
     def call_all():
         call("single")
-        call("dp", "--replicas", "2")
-        call("spawn", "--nproc", "2")
         call("single", "--batch-size", "0")
 
     call_all()
+    call("spawn", "--nproc", "2")
     thread = threading.Thread(target=call_all)
     thread.start()
     thread.join()
-    assert ends == [0, 0, 0, 2] * 2, ends
+    assert ends == [0, 2, 0, 0, 2], ends
     handlers, _, environment = seen[0]
     assert handlers != before[0] and environment != before[2], "or this would prove nothing"
 
 
-@pytest.mark.long
-def test_main_can_be_called_from_a_notebook_or_a_thread(tmp_path):
+@pytest.mark.full
+def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_path):
     """And puts back how signals are answered, and the environment."""
     target = functools.partial(call_main_again_and_again, tmp_path)
     ((code, _, err),) = run_processes([target], tmp_path)
@@ -157,10 +154,9 @@ def test_optimizer_of_a_task_is_the_same_in_every_mode(groups, tmp_path):
     assert rates[1] == pytest.approx(rates[0] / 10, rel=1e-12) and rates[0] > 0
     peaks = [group["initial_lr"] for group in state["optimizer"]["param_groups"]]
     assert peaks == pytest.approx([0.003, 0.0003])
-    for mode, n in (("dp", 2), ("ddp", 3), ("spawn", 2)):
-        result = train(mode, n, *groups, folder=tmp_path / mode)
-        assert result.code == 0, result.err
-        assert deviation(result.checkpoint()["model"], state["model"]) < 1e-10
+    result = train("ddp", 3, *groups, folder=tmp_path / "ddp")
+    assert result.code == 0, result.err
+    assert deviation(result.checkpoint()["model"], state["model"]) < 1e-10
 
 
 DRAWN = """
@@ -202,7 +198,7 @@ def test_data_that_a_task_draws_are_the_same_on_every_rank(tmp_path):
     drawn = []
     for seed in ("0", "1"):
         args = make_args("single", "--task", str(tmp_path / "drawn.py"), "--seed", seed)
-        drawn.append(machinery.usertask.load_task(args).build_datasets(args)[0][0][0])
+        drawn.append(machinery.usertask.Task(args).build_datasets()[0][0][0])
     assert not drawn[0].equal(drawn[1]), "--seed decides"
 
 
@@ -229,6 +225,7 @@ def test_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
     check("single", 1, *argv)
 
 
+@pytest.mark.full
 def test_optimizer_of_a_task_resumes(groups, tmp_path):
     straight = train("ddp", 2, *groups, folder=tmp_path / "straight").checkpoint()
     folder = tmp_path / "resumed"
@@ -239,7 +236,24 @@ def test_optimizer_of_a_task_resumes(groups, tmp_path):
     assert deviation(resumed.checkpoint()["model"], straight["model"]) == 0
 
 
-SGD = "torch.optim.SGD(net.parameters(), lr=0.1"
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("None", "must return an optimizer of torch.optim, got NoneType"),
+        ("torch.optim.LBFGS(net.parameters())", "missing a required argument: 'closure'"),
+        ("torch.optim.SGD(build_model(args).parameters())", "and no other; see also --freeze"),
+        ("torch.optim.SGD(list(net.parameters())[1:])", "every parameter of the model that trains"),
+    ],
+)
+def test_optimizer_that_cannot_be_right_is_refused(optimizer, message, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    text = re.sub(r"    return torch.optim.Adam.*\n", f"    return {optimizer}\n", GROUPS)
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(common.UsageError, match=message):
+        check("single", 1, "--task", str(tmp_path / "own.py"))
+
+
+SGD = "torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=numpy.float64(0.1))"
 OWN_STATE = """
 class Own(torch.optim.SGD):
     def step(self, *_):
@@ -248,24 +262,21 @@ class Own(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        ("None", "must return an optimizer of torch.optim, got NoneType"),
-        ("torch.optim.LBFGS(net.parameters())", "missing a required argument: 'closure'"),
-        ("torch.optim.SGD(build_model(args).parameters())", "and no other; see also --freeze"),
-        ("torch.optim.SGD(list(net.parameters())[1:])", "every parameter of the model that trains"),
-        (f"{SGD}, weight_decay=numpy.float64(0.1))", "build_optimizer.*weights_only"),
-        ("Own(net.parameters())", "build_optimizer.*weights_only"),
-    ],
+    ("mode", "n", "optimizer"),
+    [("single", 1, SGD), ("ddp", 2, "Own(net.parameters(), lr=0.1)")],
+    ids=["option", "state"],
 )
-def test_optimizer_that_cannot_be_right_is_refused(optimizer, message, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(TASKS))
+def test_what_no_run_could_load_ends_the_run_at_the_first_save(
+    mode, n, optimizer, groups, tmp_path
+):
     text = re.sub(r"    return torch.optim.Adam.*\n", f"    return {optimizer}\n", GROUPS)
-    (tmp_path / "own.py").write_text("import numpy\n" + text + OWN_STATE)
-    with pytest.raises(common.UsageError, match=message):
-        check("single", 1, "--task", str(tmp_path / "own.py"))
+    (tmp_path / "groups.py").write_text("import numpy\n" + text + OWN_STATE)
+    result = train(mode, n, *groups, "--save-every", "2", folder=tmp_path)
+    assert result.code == 2 and "last.pt: damaged, or no file of tensors" in result.err
+    assert [line["global_step"] for line in result.train_lines()] == [1, 2]
 
 
+@pytest.mark.full
 def test_groups_by_kind_of_layer_are_the_same_with_sync_bn(tmp_path, monkeypatch):
     """The usual recipe: no decay for BatchNorm, found by its class: --sync-bn gives it a subclass of one of torch's."""
     monkeypatch.syspath_prepend(str(TASKS))
@@ -283,16 +294,15 @@ def test_groups_by_kind_of_layer_are_the_same_with_sync_bn(tmp_path, monkeypatch
     argv = ("--task", tmp_path / "norms.py", "--dtype", "float64", "--batch-size", "30")
     argv = (*argv, "--epochs", "2", "--sync-bn")
     sizes = {}
-    for mode, n in (("single", 1), ("ddp", 2), ("spawn", 2), ("fsdp", 2)):
+    for mode, n in (("single", 1), ("ddp", 2), ("fsdp", 2)):
         result = train(mode, n, *argv, folder=tmp_path / mode)
         assert result.code == 0, result.err
         found = result.checkpoint()["optimizer"]["param_groups"]
         sizes[mode] = [len(group["params"]) for group in found]
-    assert sizes["single"] == sizes["ddp"] == sizes["spawn"] == sizes["fsdp"]
+    assert sizes["single"] == sizes["ddp"] == sizes["fsdp"]
     assert sizes["single"][1] >= 2
 
 
-# torch keeps a product of numbers beside the state of each parameter, in float32.
 # ------------------------------------------------------------------- metrics of the whole data set
 
 WHOLE = """
@@ -327,7 +337,7 @@ def whole(tmp_path, monkeypatch):
     return (*argv, "--epochs", "2", "--log-every", "4", "--eval-batch-size", "5")
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode(whole, tmp_path):
     """57 samples in 12 batches: no world size divides them."""
     single = train("single", 1, *whole, "--best", "macro_f1", folder=tmp_path / "single")
@@ -337,7 +347,7 @@ def test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode(whole, tmp_
     assert lines[1]["macro_f1"] != lines[1]["top1"]
     assert single.checkpoint("best.pt")["best"] == lines[1]["macro_f1"]
     options = (*whole, "--eval-only", "--resume", single.folder / "best.pt", "--best", "macro_f1")
-    for mode, n in (("dp", 3), ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4), ("spawn", 2)):
+    for mode, n in (("dp", 3), ("ddp", 3), ("spawn", 2)):
         result = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")
         assert result.code == 0, result.err
         (line,) = result.eval_lines()
@@ -361,7 +371,7 @@ def test_metric_of_the_whole_set_may_draw_numbers_and_ask_for_options(tmp_path, 
     argv = ("--task", tmp_path / "draws.py", "--batch-size", "30", "--epochs", "1")
     argv = (*argv, "--eval-batch-size", "5", "--seed", "7")
     drawn = []
-    for mode, n in (("single", 1), ("dp", 2), ("ddp", 3), ("fsdp", 2)):
+    for mode, n in (("single", 1), ("ddp", 3)):
         result = train(mode, n, *argv, folder=tmp_path / mode)
         assert result.code == 0, result.err
         assert result.eval_lines()[0]["seed"] == 7
@@ -381,19 +391,23 @@ def test_metrics_of_the_whole_set_that_cannot_be_right(found, message, tmp_path,
     monkeypatch.syspath_prepend(str(TASKS))
     text = DRAWS.replace('{"draw": torch.rand(()), "seed": seed}', found)
     (tmp_path / "draws.py").write_text(text)
-    argv = ("--task", tmp_path / "draws.py", "--batch-size", "30", "--epochs", "1")
-    result = train("single", 1, *argv, folder=tmp_path)
-    assert result.code in (1, 2) and message in result.err
+    task = machinery.usertask.Task(make_args("single", "--task", str(tmp_path / "draws.py")))
+    meter = common.Meter(torch.device("cpu"))
+    meter.add(loss=torch.ones(2), hits=torch.ones(2), hit=[0, 1])
+    with pytest.raises((common.UsageError, ValueError), match=message):
+        meter.mean(task.dataset_metrics)
 
 
 # ------------------------------------------------------------------------------ options of a task
 
 OWN = """
+print("is read")
 from small import build_datasets, per_sample_loss, per_sample_metrics
 import small
 def add_options(parser):
     parser.add_argument("--anchor-sizes", type=float, nargs="+", default=[1.0], help="of boxes")
     parser.add_argument("--frozen-stages", type=int, default=0)
+    parser.add_argument("--cache").may_change = True
 def build_model(args):
     net = small.build_model(args)
     net.conv1.bias.data.fill_(args.anchor_sizes[-1])
@@ -410,30 +424,34 @@ def own(tmp_path, monkeypatch):
 
 
 def test_options_of_a_task_are_parsed_stored_and_compared(own, tmp_path):
-    argv = (*own, "--anchor-sizes", "2", "3.5")
-    for mode, n in (("single", 1), ("ddp", 2), ("spawn", 2)):
+    """The file is run once in a process: it may register something, which torch allows once."""
+    argv = (*own, "--anchor-sizes", "2", "3.5", "--cache", "a")
+    for mode, n in (("single", 1), ("ddp", 2)):
         result = train(mode, n, *argv, folder=tmp_path / mode)
         assert result.code == 0, result.err
+        assert result.out.count("is read") == n
         checkpoint = result.checkpoint()
         assert checkpoint["config"]["anchor_sizes"] == [2.0, 3.5]
         assert checkpoint["config"]["frozen_stages"] == 0
         assert (checkpoint["model"]["conv1.bias"] == 3.5).all()
-    again = (*own, *"--epochs 2 --resume auto --output-dir".split(), str(tmp_path / "ddp" / "run"))
-    refused = train("single", 1, *again, folder=tmp_path)
-    assert refused.code == 2 and "--anchor-sizes [1.0]: " in refused.err
-    assert "was made with [2.0, 3.5]; use that" in refused.err
+    last = str(tmp_path / "ddp" / "run" / "last.pt")
+    for more in (("--epochs", "2"), ("--eval-only",)):
+        argv = (*own, *more, "--resume", last, "--cache", "b")
+        refused = train("single", 1, *argv, folder=tmp_path / f"refused{more[0]}")
+        assert refused.code == 2 and "--anchor-sizes [1.0]: " in refused.err
+        assert "was made with [2.0, 3.5]; use that" in refused.err
+        argv = (*argv, "--anchor-sizes", "2", "3.5")
+        result = train("single", 1, *argv, folder=tmp_path / f"taken{more[0]}")
+        assert result.code == 0, "--cache may change"
 
 
-@pytest.mark.release
-def test_options_of_a_task_are_in_its_help(own, tmp_path):
-    command = ["bash", str(ROOT / "run.sh"), "ddp", "2", *own, "--help"]
-    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
-    environment = {**os.environ, "PYTHONPATH": str(TASKS)}
-    shown = subprocess.run(command, env=environment, **options)
-    assert shown.returncode == 0, shown.stderr
-    assert re.search(r"^task own:\n +--anchor-sizes [^-]* of boxes", shown.stdout, re.MULTILINE)
-    plain = subprocess.run([*command[:3], "--help"], **options)
-    assert "--anchor-sizes" not in plain.stdout and "--batch-size" in plain.stdout
+def test_options_of_a_task_are_in_its_help(own, capsys):
+    for argv, there in ((own, True), ((), False)):
+        with pytest.raises(machinery.process.Stopped):
+            make_args("ddp", *argv, "--help")
+        shown = capsys.readouterr().out
+        pattern = r"^task own:\n +--anchor-sizes [^-]* of boxes"
+        assert bool(re.search(pattern, shown, re.MULTILINE)) == there and "--batch-size" in shown
 
 
 @pytest.mark.parametrize(
@@ -441,53 +459,36 @@ def test_options_of_a_task_are_in_its_help(own, tmp_path):
     [
         ('"--lr", type=float', "add_options, line 7: ArgumentError: .*conflicting option"),
         ('"--size", default=(1, 2)', r"--size: its value \(1, 2\) cannot be stored"),
-        ('"--size", type=Path, default="a"', r"--size: its value PosixPath\('a'\) cannot be"),
-        ('"--size", type=Path, nargs=1, default=["a"]', None),
         ('"--size", default=[Path("a")]', r"--size: its value \[PosixPath\('a'\)\] cannot be"),
     ],
 )
 def test_options_of_a_task_that_cannot_be_right_are_refused(line, message, own, tmp_path):
     text = OWN.replace('"--frozen-stages", type=int, default=0', line)
-    (tmp_path / "own.py").write_text("from pathlib import Path\n" + text)
-    given = () if message else ("--size", "b")
-    with pytest.raises(common.UsageError, match=message or r"--size: its value \[PosixPath"):
-        make_args("single", *own, *given)
+    (tmp_path / "own.py").write_text("from pathlib import Path" + text)
+    with pytest.raises(common.UsageError, match=message):
+        make_args("single", *own)
 
 
-def test_evaluation_minds_the_options_of_a_task(own, tmp_path):
-    trained = train("single", 1, *own, "--anchor-sizes", "3", folder=tmp_path)
-    argv = (*own, "--eval-only", "--resume", trained.folder / "last.pt")
-    refused = train("single", 1, *argv, folder=tmp_path / "other")
-    assert refused.code == 2 and "--anchor-sizes [1.0]: " in refused.err
-    assert train("single", 1, *argv, "--anchor-sizes", "3", folder=tmp_path / "same").code == 0
-
-
+@pytest.mark.full
 def test_run_goes_on_with_an_option_that_is_new_and_with_what_a_task_puts_into_args(own, tmp_path):
     assert train("single", 1, *own, folder=tmp_path).code == 0
     text = OWN.replace(
         "add_options(parser):", "add_options(parser):\n    parser.add_argument('--new')"
     )
-    text = text.replace("(args):", "(args):\n    args.cache = str(args)", 1)
+    text = text.replace("(args):", "(args):\n    args.more = str(args)", 1)
     (tmp_path / "own.py").write_text(text)
     for epochs in ("2", "3"):  # the second run finds what the first one has put in
         again = train("single", 1, *own, "--epochs", epochs, "--resume", "auto", folder=tmp_path)
         assert again.code == 0, again.err
-    assert "cache" not in again.checkpoint()["config"]
+    assert "more" not in again.checkpoint()["config"]
     refused = train("single", 1, *own, "--new", "x", "--resume", "auto", folder=tmp_path)
     assert refused.code == 2 and "--new x: " in refused.err
-
-
-def test_task_with_options_is_run_once_in_a_process(own, tmp_path):
-    """It may register something, which torch allows once; and a new file is read again."""
-    (tmp_path / "own.py").write_text("print('is read')\n" + OWN)
-    result = train("single", 1, *own, folder=tmp_path)
-    assert result.code == 0 and result.out.count("is read") == 1, result.err
 
 
 def other_anchor(rank):
     original = machinery.cli.parse_args
     train_ddp.parse_args = lambda *arguments: Namespace(
-        **{**vars(original(*arguments)), "anchor_sizes": [1.0 + rank]}
+        **{**vars(original(*arguments)), "anchor_sizes": [1.0 + rank], "cache": f"of rank {rank}"}
     )
 
 
