@@ -49,7 +49,7 @@ def test_another_project_uses_two_files_and_gets_the_same_at_every_world_size(tm
         assert len(errors[n]) == 3 and errors[n][-1] < 0.7 * errors[n][0], "it does not learn"
     assert errors[3] == pytest.approx(errors[1], rel=1e-10)
     file = tmp_path / "cut.pt"
-    shared = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    shared = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     environment = {**os.environ, **shared, "MASTER_PORT": str(free_port())}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "timeout": 120}
     cut = subprocess.run([sys.executable, "-c", CUT, "--file", str(file)], **options)

@@ -48,13 +48,12 @@ def run_minimal(n, folder, epochs=EPOCHS, patch=None):
     return codes, results[0][1].splitlines(), torch.load(file, weights_only=True)
 
 
-def order_of_minimal(self, positions):
-    generator = torch.Generator().manual_seed(self.epoch)
-    return torch.randperm(self.length, generator=generator)[positions]
+def order_of_minimal(length, seed, epoch, classes):
+    return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()
 
 
 def use_order_of_minimal(rank):
-    sampling.GlobalBatchSampler._order = order_of_minimal
+    sampling.epoch_order = order_of_minimal
 
 
 @pytest.mark.parametrize("n", [0, 3])

@@ -79,9 +79,9 @@ def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place
     path, owned = tmp_path / "run" / "last.pt", tmp_path / "owned"
     path.parent.mkdir()
     write(path, PLACES[place](Hostile(owned)))
-    for argv in (["--resume", str(path)], ["--resume", "auto"]):
+    for folder, choice in ((tmp_path / "other", path), (tmp_path, "auto")):
         with pytest.raises(common.UsageError) as error:
-            make_run(tmp_path, *argv)
+            make_run(folder, "--resume", choice)
         assert str(error.value).startswith(f"--resume {path}: damaged, or no file of tensors")
         assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
         assert not owned.exists()
