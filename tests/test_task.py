@@ -32,6 +32,7 @@ def test_digits_are_shifted_by_one_pixel_in_training():
 def test_default_task_augments_by_the_seed_and_only_in_training():
     indices = list(range(100))
     train_set, held_out = task.build_datasets(make_args())
+    assert (len(train_set), len(held_out)) == (1437, 360)
     first, other = (fetched(train_set, 0, indices, seed) for seed in (0, 1))
     assert not first.equal(other) and first.equal(fetched(train_set, 0, indices, 0))
     assert fetched(held_out, 0, indices).equal(stored(1437, 1537))
