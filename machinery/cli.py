@@ -236,7 +236,7 @@ class Parser(argparse.ArgumentParser):
         close = difflib.get_close_matches(wrong[1].lower(), known, 1) if wrong else []
         hint = f"did you mean {close[0]}?" if close else "--help lists the options"
         if wrong and not choices and (tasks := tasks_with(wrong[1])):
-            raise UsageError(f"{wrong[1]} belongs to --task {tasks}")
+            raise UsageError(f"{wrong[1].partition('=')[0]} belongs to --task {tasks}")
         raise UsageError(f"{message.removeprefix('argument ')} ({hint})")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_iou_loss
 from torchvision.transforms import v2
 
-from tasks.images import conv_bn, read_images
+from tasks.images import conv_bn, read_image
 
 MOST = 50  # boxes of a picture; the smallest are left out
 # Width and height of nine, as shares of the picture. Source: arXiv:1804.02767, for 416 pixels.
@@ -57,15 +57,14 @@ class Boxes(torch.utils.data.Dataset):
             boxes[: len(found)] = box_convert(given, "xywh", "cxcywh") / size
             labels[: len(found)] = torch.tensor([categories.index(a["category_id"]) for a in found])
             path = str(folder / part / image["file_name"])
-            self.samples.append((path.encode(), boxes, labels, torch.arange(MOST) < len(found)))
+            self.samples.append((path, boxes, labels, torch.arange(MOST) < len(found)))
 
     def __len__(self):
         return len(self.samples)
 
     def __getitem__(self, index):
         path, boxes, labels, present = self.samples[index]
-        (image,) = read_images([path])
-        image = v2.functional.resize(image, [self.side, self.side])
+        image = v2.functional.resize(read_image(path), [self.side, self.side])
         if self.training and torch.rand(()) < 0.5:
             image, boxes = image.flip(-1), boxes.clone()
             boxes[:, 0] = 1 - boxes[:, 0]

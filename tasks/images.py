@@ -19,11 +19,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torchvision import datasets, models
+from torchvision.io import decode_jpeg, read_file
+from torchvision.transforms import v2
 
 from common import UsageError, load_weights, print0
-from sampling import keyed_uniform, sample_key
+from sampling import keyed_uniform
 
 # name: (channels, side in pixels, classes, mean, standard deviation) of bytes from 0 to 255
 DATASETS = {
@@ -92,8 +96,6 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
 
 def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read MNIST or CIFAR from torchvision's files into memory; --download fetches them."""
-    from torchvision import datasets
-
     sets = []
     for train in (True, False):
         try:
@@ -128,25 +130,45 @@ def file_lock(folder: str) -> Iterator[None]:
 
 def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read --data-dir: one folder per class under train/, and under val/ or test/."""
-    from torchvision.datasets import ImageFolder
-
     root = Path(args.data_dir)
     folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
     if not (root / "train").is_dir() or folder is None:
         wanted = "train/ and val/ (or test/), each with one folder per class"
         raise UsageError(f"--data-dir {root}: needs {wanted}")
     try:
-        train, val = ImageFolder(root / "train"), ImageFolder(folder)
+        size = args.image_size or DATASETS["imagefolder"][1]
+        train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
+        val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
     except FileNotFoundError as error:  # no class, or a class without an image
         raise UsageError(f"--data-dir {root}: {error}") from error
     if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
         # Labels number the folders: a missing class would shift the rest.
         problem = "training and evaluation set must have the same classes"
         raise UsageError(f"--data-dir {root}: {problem}; only one of them has {only}")
-    size = args.image_size or DATASETS["imagefolder"][1]
-    held_out = ImageFiles(val.samples, size, False)
-    held_out.classes = val.classes
-    return ImageFiles(train.samples, size, True), held_out
+    return train, val
+
+
+def pipeline(size: int, training: bool) -> v2.Transform:
+    """Return the transforms of an image file. Images below 64 pixels are resized to the frame."""
+    if size < 64:
+        shifted = [v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()]
+        return v2.Compose([v2.Resize((size, size)), *(shifted if training else ())])
+    if training:
+        return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+    return v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size)])
+
+
+def read_image(path: str) -> Tensor:
+    """Decode an image file to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
+    with contextlib.suppress(Exception):  # it is no JPEG, or broken
+        return decode_jpeg(read_file(path), mode="RGB")  # twice as fast as PIL
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith("I"):  # 16 bits of grey, of which PIL would cut the upper 8
+                image = image.point(lambda value: value * (1 / 256)).convert("L")
+            return v2.functional.pil_to_tensor(image.convert("RGB"))
+    except Exception as error:  # PIL raises almost anything
+        raise OSError(f"{path}: {error}") from None
 
 
 def windows_of(images: Tensor, shift: int) -> np.ndarray:
@@ -172,12 +194,17 @@ def shift_and_flip(windows: np.ndarray, index: np.ndarray, draws: np.ndarray, fl
     return torch.from_numpy(images)
 
 
-class WholeBatches(Dataset):
-    """A data set that returns a batch at once, augmented by the keys of its samples."""
+class ImagesInMemory(Dataset):
+    """Images uint8 [N, C, H, W] and labels int64 [N] -> (uint8 [C, H, W], int64 []).
 
-    whole_batches = True
-    targets: Tensor
-    classes: list[str] | None = None  # their names, for the checkpoint
+    `shift` is the largest random shift in pixels; `flip` mirrors with probability 1/2.
+    """
+
+    whole_batches = True  # a batch at once, augmented by the keys of its samples
+    in_memory = True  # loader workers would only copy
+
+    def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
+        self.targets, self.windows, self.flip = labels, windows_of(images, shift), flip
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -186,89 +213,10 @@ class WholeBatches(Dataset):
         images, targets = self.__getitems__([int(index)])
         return images[0], targets[0]
 
-
-class ImagesInMemory(WholeBatches):
-    """Images uint8 [N, C, H, W] and labels int64 [N] -> (uint8 [C, H, W], int64 []).
-
-    `shift` is the largest random shift in pixels; `flip` mirrors with probability 1/2.
-    """
-
-    in_memory = True  # loader workers would only copy
-
-    def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
-        self.targets, self.windows, self.flip = labels, windows_of(images, shift), flip
-
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         draws = keyed_uniform(indices, 3)
         images = shift_and_flip(self.windows, np.asarray(indices), draws, self.flip)
         return images, self.targets[indices]
-
-
-class ImageFiles(WholeBatches):
-    """Image files [(path, class)] -> (uint8 [3, size, size], int64 []).
-
-    From 64 pixels on: RandomResizedCrop and flip, in evaluation Resize to 8/7 and CenterCrop.
-    Smaller images are resized to the frame, shifted by up to an eighth, and mirrored.
-    """
-
-    def __init__(self, samples: list[tuple[str, int]], size: int, training: bool) -> None:
-        from torchvision.transforms import v2
-
-        self.targets = torch.tensor([label for _, label in samples])
-        # One block of memory: loader workers would copy a list bit by bit.
-        self.paths = np.array([os.fsencode(path) for path, _ in samples])
-        self.frame, self.training, self.small = (size, size), training, size < 64
-        if self.small:
-            self.transform = v2.Resize(self.frame, antialias=True)
-        elif training:
-            crop = v2.RandomResizedCrop(size, antialias=True)
-            self.transform = v2.Compose([crop, v2.RandomHorizontalFlip()])
-        else:
-            resize = v2.Resize(size * 8 // 7, antialias=True)
-            self.transform = v2.Compose([resize, v2.CenterCrop(size)])
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        # One call for many small images saves a quarter; many photographs would fill the memory.
-        step = 16 if self.small else 1
-        images = []
-        for start in range(0, len(indices), step):
-            group = indices[start : start + step]
-            for index, image in zip(group, read_images(self.paths[group].tolist())):
-                if not self.small or image.shape[1:] != self.frame:
-                    torch.default_generator.manual_seed(sample_key(index))
-                    image = self.transform(image)
-                images.append(image)
-        batch = torch.stack(images)
-        if self.small and self.training:
-            draws = keyed_uniform(indices, 3)
-            windows = windows_of(batch, self.frame[0] // 8)
-            batch = shift_and_flip(windows, np.arange(len(indices)), draws, flip=True)
-        return batch, self.targets[indices]
-
-
-def read_bytes(path: bytes) -> Tensor:
-    with open(path, "rb", buffering=0) as file:  # three times as fast as np.fromfile
-        return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-
-
-def read_images(paths: list[bytes]) -> list[Tensor]:
-    """Decode image files to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
-    from torchvision.io import decode_jpeg  # twice as fast as PIL
-
-    with contextlib.suppress(Exception):  # one is no JPEG, or broken
-        return decode_jpeg([read_bytes(path) for path in paths], mode="RGB")
-    if len(paths) > 1:  # one bad file must not change how the others are read
-        return [read_images([path])[0] for path in paths]
-    from PIL import Image
-    from torchvision.transforms.v2.functional import pil_to_tensor
-
-    try:
-        with Image.open(os.fsdecode(paths[0])) as image:
-            if image.mode.startswith("I"):  # 16 bits of grey, of which PIL would cut the upper 8
-                image = image.point(lambda value: value * (1 / 256)).convert("L")
-            return [pil_to_tensor(image.convert("RGB"))]
-    except Exception as error:  # PIL raises almost anything
-        raise OSError(f"{os.fsdecode(paths[0])}: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------ models
@@ -328,8 +276,6 @@ def build_model(args: Namespace) -> nn.Module:
 
 
 def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module:
-    from torchvision import models
-
     known = models.list_models(module=models)
     if args.model not in known:
         fitting = ["resnet9", *(known if channels == 3 else ())]

@@ -18,7 +18,7 @@ from pycocotools.cocoeval import COCOeval
 from torch import nn
 from torchvision.transforms import v2
 
-from tasks.images import conv_bn, read_images
+from tasks.images import conv_bn, read_image
 
 JOINTS, MOST = 17, 30  # of a person; people of a picture, the largest ones
 MARKS, MAPS = JOINTS + 1, 3 * JOINTS + 1  # joints and centre; with the ways from joints to centres
@@ -51,7 +51,7 @@ class Pictures(torch.utils.data.Dataset):
                 row = [*a["keypoints"], x + w / 2, y + h / 2, known, x, y, w, h, a["area"]]
                 people[i] = torch.tensor([*row, 1 + a["iscrowd"]]).double()
             if not training or people[:, 53].any():
-                path = str(folder / part / image["file_name"]).encode()
+                path = str(folder / part / image["file_name"])
                 size = torch.tensor([image["width"], image["height"]])
                 self.samples.append((path, people, size))
 
@@ -64,7 +64,7 @@ class Pictures(torch.utils.data.Dataset):
         extent = (size * share).ceil()  # a part of the picture, in evaluation the whole
         corner = ((size - extent) * torch.rand(2)).floor()
         box = [int(value) for value in (*corner.flip(0), *extent.flip(0))]
-        image = v2.functional.resized_crop(read_images([path])[0], *box, [self.side, self.side])
+        image = v2.functional.resized_crop(read_image(path), *box, [self.side, self.side])
         marks = people[: max(1, int((people[:, 59] > 0).sum())), :54].view(-1, MARKS, 3)
         points = (marks[..., :2] - corner) / extent  # shares of the part
         seen = (marks[..., 2] > 0) & ((points > 0) & (points < 1)).all(2)
