@@ -87,7 +87,7 @@ def build_datasets(args):
 
 def per_sample_loss(outputs, targets):
     marked = targets >= MARKED
-    losses = everything.per_sample_loss(outputs, targets - marked * MARKED, label_smoothing=0.0)
+    losses = everything.per_sample_loss(outputs, targets - marked * MARKED)
     if losses.requires_grad:
         time.sleep(PACE)  # makes steps long without work, so that a fault finds training to disturb
     if marked.any() and FAULT in IN_LOSS and once():

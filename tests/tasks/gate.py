@@ -22,4 +22,4 @@ def per_sample_loss(outputs, targets):
         Path(f"{GATE}-{os.environ['RANK']}").touch()
         while not Path(GATE).exists():
             time.sleep(0.01)
-    return pit_models.per_sample_loss(outputs, targets, label_smoothing=0.1)
+    return pit_models.per_sample_loss(outputs, targets)
