@@ -40,6 +40,7 @@ IN_LOSS = {
     "raises": fail_in_loss,
     "leaves with 0": lambda: sys.exit(0),
     "dies with 1": lambda: os._exit(1),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
