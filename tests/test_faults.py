@@ -44,15 +44,14 @@ def assert_same(result, reference):
     assert not list(result.folder.glob(".*"))
 
 
-# Before the first file is whole; as a new last.pt comes into its place in training, and after an
-# evaluation.
-@pytest.mark.parametrize("number", [2, 7, 22])
+# Before the first file is whole; as a new last.pt comes into its place after an evaluation.
+@pytest.mark.parametrize("number", [2, 22])
 def test_killed_within_a_save(number, tmp_path):
     patch = functools.partial(kill_at_call, number)
     killed = train("single", 1, *SMALL, folder=tmp_path, patch=patch)
     assert killed.code == -signal.SIGKILL
     files = [common.load_checkpoint(path)["global_step"] for path in killed.folder.glob("*.pt")]
-    assert len(files) == (0 if number < 4 else 1 if number < 13 else 2), files
+    assert len(files) == (0 if number == 2 else 2), files
     assert_same(train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path), single_run(*SMALL))
 
 
