@@ -338,31 +338,22 @@ def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
 PODS, PER_POD = 2, 2
 
 
-def variables(pod, port, job):
-    """What Kubeflow sets in a pod, as docs/multinode.md says."""
+def variables(pod, port):
+    """What a PyTorchJob of Kubeflow sets in a pod, as docs/multinode.md says."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    pet = {"PET_NNODES": str(PODS), "PET_NPROC_PER_NODE": str(PER_POD), "PET_NODE_RANK": str(pod)}
-    pet |= {f"PET_{name}": value for name, value in place.items()}
+    pet = {"NNODES": str(PODS), "NPROC_PER_NODE": str(PER_POD), "NODE_RANK": str(pod), **place}
     own = {**place, "RANK": str(pod), "WORLD_SIZE": str(PODS)}
-    return own if job == "before 1.7" else own | pet
-
-
-def commands_of_the_page():
-    """The two command lines of the section on Kubernetes."""
-    page = (ROOT / "docs" / "multinode.md").read_text()
-    section = page.split("\n## Kubernetes\n")[1].split("\n## ")[0]
-    return re.findall(r"```bash\n(torchrun .*)\n```", section)
+    return own | {f"PET_{name}": value for name, value in pet.items()}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("job", ["PyTorchJob, auto", "before 1.7"])
-def test_pods_of_kubeflow_are_one_device(job, tmp_path):
+def test_pods_of_kubeflow_are_one_device(tmp_path):
     """The page's own command, as a shell starts it in each of two pods, here on one machine."""
-    plain, older = commands_of_the_page()
-    text = older.replace("--nproc-per-node N", f"--nproc-per-node {PER_POD}")
-    text = text if job == "before 1.7" else plain
+    page = (ROOT / "docs" / "multinode.md").read_text()
+    section = page.split("\n## Kubernetes\n")[1].split("\n## ")[0]
+    text = re.findall(r"```bash\n(torchrun .*)\n```", section)[0]
     text = text.replace("/shared/run --resume auto", str(tmp_path / "run"))
-    assert "train_ddp.py" in text and ("$RANK" in text) == (job == "before 1.7")
+    assert "train_ddp.py" in text
     port, pods = free_port(), []
     with contextlib.ExitStack() as stack:
         for pod in range(PODS):
@@ -370,8 +361,8 @@ def test_pods_of_kubeflow_are_one_device(job, tmp_path):
             folder.mkdir()
             command = ["timeout", "400", "bash", "-c", f'exec {text} "$@"', "pod", *BASE]
             more = ["--output-dir", str(tmp_path / "run")]
-            environment = variables(pod, port, job)
-            pods.append(stack.enter_context(Launch(command, folder, *more, **environment)))
+            launch = Launch(command, folder, *more, **variables(pod, port))
+            pods.append(stack.enter_context(launch))
         out = pods[0].process.stdout.read()
         codes = [pod.end() for pod in pods]
         assert codes == [0, 0], "".join(pod.errors() for pod in pods)
@@ -381,7 +372,7 @@ def test_pods_of_kubeflow_are_one_device(job, tmp_path):
 
 def test_pod_without_torchrun_is_refused(monkeypatch):
     """The RANK of a PyTorchJob is that of the pod: to train with it would be wrong in silence."""
-    for name, value in variables(1, 29500, "PyTorchJob, auto").items():
+    for name, value in variables(1, 29500).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(common.UsageError, match=r"no launcher \('LOCAL_RANK' is not set\)"):
         common.ranks_from_env()
