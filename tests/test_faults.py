@@ -55,6 +55,7 @@ def test_killed_within_a_save(number, tmp_path):
     assert_same(train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path), single_run(*SMALL))
 
 
+@pytest.mark.full
 def test_damaged_last_checkpoint_is_refused_and_the_best_one_leads_to_the_same(tmp_path):
     killed = train("ddp", 2, *SMALL, folder=tmp_path, patch=functools.partial(kill_at_call, 22))
     assert killed.code == -signal.SIGKILL
@@ -72,7 +73,12 @@ def test_damaged_last_checkpoint_is_refused_and_the_best_one_leads_to_the_same(t
     ("mode", "fault", "cause"),
     [
         ("ddp", "raises", "RuntimeError: broken in the loss"),
-        ("single", "worker is killed", "DataLoader worker .* (is killed|exited unexpectedly)"),
+        pytest.param(
+            "single",
+            "worker is killed",
+            "DataLoader worker .* (is killed|exited unexpectedly)",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_failure_ends_the_run_and_the_resumed_one_is_the_same(mode, fault, cause, tmp_path):
@@ -87,6 +93,7 @@ def test_failure_ends_the_run_and_the_resumed_one_is_the_same(mode, fault, cause
     assert_same(resumed, undisturbed("ddp", n, *SMALL) if mode == "ddp" else single_run(*SMALL))
 
 
+@pytest.mark.full
 def test_a_step_that_is_skipped_is_skipped_again(tmp_path):
     values = {"FAULT": "NaN input", "FAULT_AT": faults.sample_at(1, 60)}  # third batch, rank 0
     patch = functools.partial(set_environment, values)

@@ -123,6 +123,7 @@ def ask_for_stacks(rank):
         after_step(8, ask)
 
 
+@pytest.mark.full
 def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
     """To see where a run hangs."""
     result = train("ddp", 2, *BASE, "--workers", "1", folder=tmp_path, patch=ask_for_stacks)
