@@ -21,10 +21,8 @@ TASKS = ROOT / "tests" / "tasks"
 # In a line of the log: differs from run to run
 MEASURED = ("images_per_s", "data_wait", "train_s", "eval_s", "save_s")
 # Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
-RANK, WHOLE = (
-    re.compile(r"train_(ddp|fsdp)\.py|multiprocessing-fork"),
-    re.compile(r"train_(single|dp)\.py"),
-)
+RANK = re.compile(r"train_(ddp|fsdp)\.py|multiprocessing-fork")
+WHOLE = re.compile(r"train_(single|dp)\.py")
 
 
 def parent(pid: int) -> int:
@@ -45,12 +43,8 @@ def read(pid: int, name: str) -> str:
 
 def marked(mark: str) -> list[int]:
     """Process ids of all that is alive and was started with a LAUNCH_MARK in its environment that begins with `mark`."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return sorted(
-        pid
-        for pid in pids
-        if f"\0LAUNCH_MARK={mark}" in "\0" + read(pid, "environ") and parent(pid)
-    )
+    pids, mark = sorted(map(int, filter(str.isdigit, os.listdir("/proc")))), f"\0LAUNCH_MARK={mark}"
+    return [pid for pid in pids if mark in "\0" + read(pid, "environ") and parent(pid)]
 
 
 def treats(pid: int, number: int, how: str) -> bool:
@@ -61,9 +55,8 @@ def treats(pid: int, number: int, how: str) -> bool:
 
 def without_gloo(output: str) -> str:
     """Leave out the line that gloo prints on every rank in some versions of torch, 2.8 among them."""
-    return re.sub(
-        r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .*\n", "", output, flags=re.MULTILINE
-    )
+    line = r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .*\n"
+    return re.sub(line, "", output, flags=re.MULTILINE)
 
 
 def send(pids: list[int], number: int) -> None:
@@ -106,9 +99,7 @@ def listening(pids: list[int]) -> dict[int, str]:
             _, local, _, state, *_, inode = line.split()[:10]
             if state == "0A" and f"socket:[{inode}]" in inodes:
                 words, port = local.split(":")
-                address = b"".join(
-                    bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8)
-                )
+                address = b"".join(bytes.fromhex(word)[::-1] for word in re.findall("." * 8, words))
                 found[int(port, 16)] = socket.inet_ntop(family, address)
     return found
 
@@ -126,25 +117,16 @@ class Launch:
         **environment: str,
     ) -> None:
         self.folder, self.mark = folder, f"{folder}\0"
-        environment = {
-            **os.environ,
-            "LAUNCH_MARK": str(folder),
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        }
+        own = {"LAUNCH_MARK": str(folder), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **own, **environment}
         environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
         self.err = open(folder / "err", "w+")  # noqa: SIM115
         if "--output-dir" not in options:
             options = (*options, "--output-dir", str(folder / "run"))
         self.start = time.monotonic()
+        files = {"stdout": stdout, "stderr": self.err, "text": True, "cwd": root}
         self.process = subprocess.Popen(
-            [*command, *options],
-            cwd=root,
-            env=environment,
-            stdout=stdout,
-            stderr=self.err,
-            text=True,
-            start_new_session=True,
+            [*command, *options], env=environment, start_new_session=True, **files
         )
 
     def __enter__(self) -> Launch:
@@ -166,9 +148,8 @@ class Launch:
     def wait_until(self, condition: Callable[[], Any]) -> None:
         """Look again and again, with pauses that leave the cores to the run, until `condition()` holds."""
         while not condition():
-            assert self.alive_at(time.monotonic() - self.start + 0.02), (
-                f"the run ended before it: {self.errors()}"
-            )
+            alive = self.alive_at(time.monotonic() - self.start + 0.02)
+            assert alive, f"the run ended before it: {self.errors()}"
 
     def alive_at(self, seconds: float) -> bool:
         """Wait until so many seconds after the start; return whether the launch still runs then."""
@@ -187,20 +168,13 @@ class Launch:
         launcher = self.process.pid
         if WHOLE.search(read(launcher, "cmdline")):
             return [launcher]
-        return [
-            pid
-            for pid in self.processes()
-            if parent(pid) == launcher and RANK.search(read(pid, "cmdline"))
-        ]
+        own = [pid for pid in self.processes() if parent(pid) == launcher]
+        return [pid for pid in own if RANK.search(read(pid, "cmdline"))]
 
     def workers(self) -> list[int]:
-        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same, as is that of the check."""
+        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same."""
         ranks = {pid: read(pid, "cmdline") for pid in self.ranks()}
-        return [
-            pid
-            for pid in self.processes()
-            if (rank := parent(pid)) in ranks and read(pid, "cmdline") == ranks[rank]
-        ]
+        return [p for p in self.processes() if read(p, "cmdline") == ranks.get(parent(p), "none")]
 
     def errors(self) -> str:
         return Path(self.err.name).read_text(errors="replace")
@@ -213,11 +187,8 @@ class Launch:
         deadline = time.monotonic() + grace  # a rank whose launcher was killed still saves
         while (left := self.processes()) and time.monotonic() < deadline:
             wait_for_end(left, deadline - time.monotonic())
-        assert not left, (
-            f"processes are left running: {', '.join(read(pid, 'cmdline') for pid in left)}".replace(
-                "\0", " "
-            )
-        )
+        names = ", ".join(read(pid, "cmdline") for pid in left).replace("\0", " ")
+        assert not left, f"processes are left running: {names}"
         return code if code >= 0 else 128 - code
 
     def checkpoint(self, name: str = "last.pt") -> dict[str, Any]:

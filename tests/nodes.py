@@ -43,11 +43,8 @@ def missing() -> str:
     trial = f"ip netns add {probe} && ip netns exec {probe} unshare --uts true && {veth} && {limit}"
     allowed = subprocess.run(["sh", "-c", trial], capture_output=True).returncode == 0
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
-    return (
-        ""
-        if allowed
-        else "two hosts need network namespaces and tc's tbf, which are not allowed here"
-    )
+    refused = "two hosts need network namespaces and tc's tbf, which are not allowed here"
+    return "" if allowed else refused
 
 
 @dataclass
@@ -59,46 +56,16 @@ class Host:
 
     def command(self, *command: str) -> list[str]:
         """What to start so that `command` runs on this host."""
-        return [
-            "ip",
-            "netns",
-            "exec",
-            self.name,
-            *"unshare --uts sh -c".split(),
-            ENTER,
-            self.name,
-            *command,
-        ]
+        start = ["ip", "netns", "exec", self.name, *"unshare --uts sh -c".split()]
+        return [*start, ENTER, self.name, *command]
 
     def processes(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
-    def cut(self) -> None:
-        """Pull the cable: packets are lost, and nobody is told."""
-        ip("-netns", self.name, "link", "set", DEVICE, "down")
-
-    def join(self) -> None:
-        ip("-netns", self.name, "link", "set", DEVICE, "up")
-
     def limit(self, rate: str) -> None:
         """Let the host send no faster than `rate`, as 100mbit."""
-        tool(
-            "tc",
-            "-netns",
-            self.name,
-            "qdisc",
-            "replace",
-            "dev",
-            DEVICE,
-            "root",
-            "tbf",
-            "rate",
-            rate,
-            "burst",
-            "64kb",
-            "latency",
-            "100ms",
-        )
+        limit = f"dev {DEVICE} root tbf rate {rate} burst 64kb latency 100ms"
+        tool("tc", "-netns", self.name, "qdisc", "replace", *limit.split())
 
 
 @contextlib.contextmanager
@@ -108,26 +75,16 @@ def two_hosts(rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Ho
     Without `own_names` a host's name is that of this machine, which /etc/hosts often gives to the loopback, as Debian does.
     """
     remove_leftovers()
-    pair = next(
-        NAMES
-    )  # the two can be alike in all tests that run side by side: only the names are seen from outside
-    hosts = (
-        Host(f"{PREFIX}{os.getpid()}-{pair}-0", "10.77.0.1"),
-        Host(f"{PREFIX}{os.getpid()}-{pair}-1", "10.77.0.2"),
-    )
+    # the two can be alike in all tests that run side by side: only the names are seen from outside
+    name = f"{PREFIX}{os.getpid()}-{next(NAMES)}"
+    hosts = (Host(f"{name}-0", "10.77.0.1"), Host(f"{name}-1", "10.77.0.2"))
     with contextlib.ExitStack() as stack:
         for host in hosts:
             stack.callback(remove, host.name)
             ip("netns", "add", host.name)
-            folder = Path(
-                "/etc/netns", host.name
-            )  # `ip netns exec` shows the files in it as those in /etc
+            folder = Path("/etc/netns", host.name)  # `ip netns exec` shows its files in /etc
             folder.mkdir(parents=True)
-            known = (
-                [f"{other.address} {other.name}" for other in hosts]
-                if own_names
-                else [f"127.0.1.1 {other.name}" for other in hosts]
-            )
+            known = [f"{o.address if own_names else '127.0.1.1'} {o.name}" for o in hosts]
             (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         ends = [f"{DEVICE} netns {host.name}".split() for host in hosts]
         ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
@@ -175,11 +132,7 @@ class Node(Launch):
 
 @contextlib.contextmanager
 def job(
-    hosts: tuple[Host, ...],
-    folder: Path,
-    commands: list[list[str]],
-    *options: str,
-    **environment: str,
+    hosts: tuple[Host, ...], folder: Path, commands: list, *options: str, **environment: str
 ) -> Iterator[list[Node]]:
     """Launches on the hosts, both writing to one folder, as on a shared file system."""
     with contextlib.ExitStack() as stack:

@@ -21,10 +21,8 @@ from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "setpriv")
-NODES = (
-    "127.0.0.2",
-    "127.0.0.3",
-)  # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
+# names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
+NODES = ("127.0.0.2", "127.0.0.3")
 CONFIGURATION = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -63,14 +61,10 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
 
 def missing() -> str:
     """Say why no SLURM can be started here; nothing if one can."""
-    if absent := [
-        program
-        for program in PROGRAMS
-        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    ]:
-        return (
-            f"no {', '.join(absent)} here: apt-get install --no-install-recommends slurm-wlm munge"
-        )
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if absent := [program for program in PROGRAMS if not shutil.which(program, path=path)]:
+        wanted = "apt-get install --no-install-recommends slurm-wlm munge"
+        return f"no {', '.join(absent)} here: {wanted}"
     return "" if os.geteuid() == 0 else "SLURM's daemons must be started by root"
 
 
@@ -101,11 +95,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM", "SBATCH"))
-        }
+        others = ("SLURM", "SBATCH")
+        kept = {name: v for name, v in os.environ.items() if not name.startswith(others)}
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # of the jobs too
         self.environment = {**kept, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
@@ -119,9 +110,8 @@ class Cluster:
 
     def run(self, *command: Any, timeout: float = 120, **options: Any) -> tuple[int, str, str]:
         """Run a command to its end; return (exit code, stdout, stderr)."""
-        with self.popen(
-            *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-        ) as process:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self.popen(*command, **pipes, **options) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:
@@ -158,16 +148,10 @@ def cluster() -> Iterator[Cluster]:
             assert folder, "SLURM did not start; the reason is on stderr"
             slurm = Cluster(Path(folder))
             nodes = [f"{name} idle" for name in NODES]
+            question = "sinfo --noheader --Node --partition=all".split()
 
             def ready() -> bool:
-                return (
-                    sorted(
-                        slurm.run(
-                            "sinfo", "--noheader", "--Node", "--partition=all", "--format=%N %T"
-                        )[1].splitlines()
-                    )
-                    == nodes
-                )
+                return sorted(slurm.run(*question, "--format=%N %T")[1].splitlines()) == nodes
 
             wait_until(ready, lambda: f"nodes that are idle\n{slurm.logs()}")
             yield slurm
@@ -178,15 +162,11 @@ def cluster() -> Iterator[Cluster]:
 
 def keep() -> None:
     """Run the daemons until stdin is closed, and then end all that belongs to them: a daemon that is killed leaves its jobs behind."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # a Ctrl-C is for the process at the other end of stdin
+    # a Ctrl-C is for the process at the other end of stdin
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    folder = Path(
-        tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
-    )  # munge wants its socket where all users can go, in 107 letters
+    # munge wants its socket where all users can go, in 107 letters
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
         start_daemons(folder)
         print(folder, flush=True)
@@ -205,9 +185,8 @@ def processes(folder: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it is gone
-            if (
-                f"SLURM_CONF={folder}/slurm.conf\0".encode() in path.read_bytes()
-            ):  # nothing, of one that waits to be buried
+            # nothing, of one that waits to be buried
+            if f"SLURM_CONF={folder}/slurm.conf\0".encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
 
@@ -223,14 +202,8 @@ def start_daemons(folder: Path) -> None:
         CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3), nodes=NODES)
     )
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
-    start(
-        folder / "munged.log",
-        "munged",
-        "--foreground",
-        f"--socket={folder}/munge.socket",
-        f"--log-file={folder}/munge.log",
-        *files,
-    )
+    files += [f"--socket={folder}/munge.socket", f"--log-file={folder}/munge.log"]
+    start(folder / "munged.log", "munged", "--foreground", *files)
     wait_until((folder / "munge.socket").exists, lambda: (folder / "munged.log").read_text(), 20)
     start(folder / "slurmctld.log", "slurmctld", "-D", "-i", "-f", folder / "slurm.conf")
     for name in NODES:
@@ -238,19 +211,11 @@ def start_daemons(folder: Path) -> None:
 
 
 def start(log: Path, *command: Any) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
-        "SLURM_CONF": f"{log.parent}/slurm.conf",
-    }
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    environment = {**os.environ, "PATH": path, "SLURM_CONF": f"{log.parent}/slurm.conf"}
     with open(log, "w") as file:
-        subprocess.Popen(
-            [*map(str, command)],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=environment,
-        )
+        files = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        subprocess.Popen([*map(str, command)], env=environment, **files)
 
 
 if __name__ == "__main__":

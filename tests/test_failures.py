@@ -9,12 +9,24 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import faults
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ROOT, guard_of, in_group, make_args, optimizer_of, run_processes, train
-from patches import BASE, call_in_task, change_training_loss, printed
-from short_runs import MODES, ODD
+from harness import (
+    ROOT,
+    TASKS,
+    guard_of,
+    in_group,
+    make_args,
+    optimizer_of,
+    run_processes,
+    train,
+    undisturbed,
+)
+from launches import Launch
+from patches import BASE, call_in_task, change_training_loss, printed, without_speed
+from short_runs import ODD
 from torch import nn
 
 import common
@@ -25,14 +37,13 @@ import machinery.run
 import machinery.usertask
 
 
-@pytest.mark.parametrize(("mode", "n"), [("ddp", 3), ("spawn", 4)])
-def test_early_end_of_all_ranks_has_its_exit_code(mode, n, tmp_path):
+def test_early_end_of_all_ranks_has_its_exit_code(tmp_path):
     """They know of it after they met: the folder belongs to a run that is still there."""
     folder = tmp_path / "run"
     folder.mkdir()
     with open(folder / "metrics.jsonl", "a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        result = train(mode, n, *ODD, "--model", "conv", folder=tmp_path)
+        result = train("ddp", 3, *ODD, "--model", "conv", folder=tmp_path)
     assert result.code == 2 and "another run is writing there" in result.err, result.err
     assert "terminate called" not in result.err
 
@@ -41,37 +52,19 @@ def test_early_end_of_all_ranks_has_its_exit_code(mode, n, tmp_path):
 
 THREADS = """
 import os, pathlib, signal, sys
-sys.path.insert(0, "examples")
+import common, machinery.process, train_ddp
 what, made = sys.argv[1:]
-if what == "minimal_ddp":
-    import minimal_ddp
-    minimal_ddp.main(1, pathlib.Path(made))
-elif what == "other_project":
-    import other_project
-    sys.argv[1:] = ["--epochs", "1", "--file", made]
-    other_project.main()
-else:
-    import common, machinery.process, train_ddp
-    if what == "stopped":
-        common.sync_buffers = lambda net: os.kill(os.getpid(), signal.SIGTERM)
-    options = ["--epochs", "2", "--output-dir", made]
-    code = machinery.process.run_main(lambda: train_ddp.main(options))
-    assert code == {"stopped": 143, "train_ddp": 0}[what]
+if what == "stopped":
+    common.sync_buffers = lambda net: os.kill(os.getpid(), signal.SIGTERM)
+options = ["--epochs", "2", "--output-dir", made]
+code = machinery.process.run_main(lambda: train_ddp.main(options))
+assert code == {"stopped": 143, "done": 0}[what]
 print([file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob("*/comm")])
 """
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "what",
-    [
-        "train_ddp",
-        *(
-            pytest.param(what, marks=pytest.mark.release)
-            for what in ("stopped", "minimal_ddp", "other_project")
-        ),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["done", "stopped"])
 def test_no_thread_of_gloo_outlives_the_process_group(what, tmp_path):
     """Such a thread ends Python's last clean-up with SIGABRT now and then, and a good run with code 134."""
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -85,32 +78,24 @@ def test_no_thread_of_gloo_outlives_the_process_group(what, tmp_path):
     assert "gloo" not in result.stdout.splitlines()[-1]
 
 
-def ranks_of(environment):
-    os.environ.update(environment)
-    return common.ranks_from_env()[0]
+def follow_this_launcher(pid):
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LAUNCH_PID=str(pid or os.getppid()))
+    machinery.cli.parse_args("ddp", [])
 
 
 def test_rank_whose_launcher_was_killed_before_it_looked_ends(tmp_path):
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    targets = [
-        functools.partial(ranks_of, {**ranks, **launcher}) for launcher in ({}, {"LAUNCH_PID": "1"})
-    ]
+    targets = [functools.partial(follow_this_launcher, pid) for pid in (0, 1)]
     assert [code for code, _, _ in run_processes(targets, tmp_path)] == [0, 1]
 
 
 # -------------------------------------------------------------------------------- a rank that fails
 
 
-@pytest.mark.parametrize(("mode", "n"), MODES)
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
 def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
     """sys.exit(0) deep in a task would look like a run that is done, to the launcher and to whoever reads its code."""
-    patch = functools.partial(
-        call_in_task,
-        "per_sample_loss",
-        3,
-        functools.partial(sys.exit, 0),
-        n - 1 if mode != "dp" else 0,
-    )
+    leave = functools.partial(sys.exit, 0)
+    patch = functools.partial(call_in_task, "per_sample_loss", 3, leave, n - 1)
     result = train(mode, n, *BASE, folder=tmp_path, patch=patch)
     assert result.code == 1 and "the run was left before its end" in result.err.splitlines()[-1]
 
@@ -225,6 +210,11 @@ def test_rank_that_lost_another_leaves_in_silence_if_the_launcher_is_ours(tmp_pa
 # ----------------------------------------------------------------------------------------- restarts
 
 
+FAULTY = (
+    f"--task {TASKS / 'faulty.py'} --epochs 3 --batch-size 30 --save-every 4 --log-every 1".split()
+)
+
+
 @pytest.fixture
 def launches(monkeypatch, tmp_path):
     """Launch 2 ranks that do not start; return what each attempt found in its environment."""
@@ -303,6 +293,25 @@ def test_when_the_launcher_restarts(endings, saves, signals, code, launches):
     assert found == code and len(attempts) == len(endings)
 
 
+@pytest.mark.parametrize("fault", ["raises", pytest.param("is killed", marks=pytest.mark.full)])
+def test_restarted_run_is_the_same_to_the_bit(fault, tmp_path):
+    """The launcher tells the cause, and starts the ranks again from last.pt."""
+    environment = {"FAULT": fault, "FAULT_AT": faults.sample_at(1, 50)}
+    environment |= {"FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
+    command = ["bash", "run.sh", "ddp", "2", *FAULTY]
+    with Launch(command, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
+        assert launch.end() == 0, launch.errors()
+        told = launch.errors()
+    assert (tmp_path / "once").exists() and told.endswith("; restart 1\n")
+    if fault == "raises":
+        assert "RuntimeError: broken in the loss" in told and "a rank failed, as it says" in told
+    else:
+        assert told == "train_ddp.py: process 1 was killed by SIGKILL; restart 1\n"
+    reference = undisturbed("ddp", 2, *FAULTY)
+    assert not faults.differences(launch.checkpoint()["model"], reference.checkpoint()["model"], "")
+    assert faults.log_lines(tmp_path / "run" / "metrics.jsonl") == without_speed(reference.lines)
+
+
 # -------------------------------------------------------------------------------- non-finite values
 
 
@@ -310,17 +319,10 @@ def nan_in_third(losses, k):
     return losses * float("nan") if k == 2 else losses
 
 
-@pytest.mark.parametrize(("mode", "n"), MODES)
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2)])
 def test_nan_is_skipped_in_every_mode(mode, n, tmp_path):
-    result = train(
-        mode,
-        n,
-        *BASE,
-        "--epochs",
-        "2",
-        folder=tmp_path,
-        patch=functools.partial(change_training_loss, nan_in_third),
-    )
+    patch = functools.partial(change_training_loss, nan_in_third)
+    result = train(mode, n, *BASE, "--epochs", "2", folder=tmp_path, patch=patch)
     assert result.code == 0, result.err
     assert sum(line["skipped"] for line in result.train_lines()) == 1
     assert result.checkpoint()["global_step"] == 12
@@ -341,22 +343,12 @@ def nan_every_second(losses, k):
 
 def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path):
     for mode, n in (("single", 1), ("ddp", 2)):
-        result = train(
-            mode,
-            n,
-            *BASE,
-            folder=tmp_path / mode,
-            patch=functools.partial(change_training_loss, always_nan),
-        )
+        patch = functools.partial(change_training_loss, always_nan)
+        result = train(mode, n, *BASE, folder=tmp_path / mode, patch=patch)
         assert result.code == 3 and "diverged: 10 steps in a row" in result.err
         assert len(result.train_lines()) == 10  # the tenth ended it, after its line
-    result = train(
-        "single",
-        1,
-        *BASE,
-        folder=tmp_path / "late",
-        patch=functools.partial(change_training_loss, nan_from_ninth),
-    )
+    patch = functools.partial(change_training_loss, nan_from_ninth)
+    result = train("single", 1, *BASE, folder=tmp_path / "late", patch=patch)
     assert result.code == 3 and "seen at step 18" in result.err, "the last ten of 18 steps"
     patch = functools.partial(change_training_loss, nan_every_second)
     result = train(
@@ -504,15 +496,9 @@ def drift_in_epoch_2(name, rank):
     machinery.run.Run.end_step = drifting
 
 
-@pytest.mark.parametrize("mode", ["ddp", "spawn"])
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("last.bias", ()),
-        ("first.bias", ("--freeze", "first.*")),
-        ("between.weight", ("--average", "ema")),
-    ],
-    ids=["last", "frozen", "average"],
+    ("mode", "name", "options"),
+    [("ddp", "last.bias", ()), ("spawn", "between.weight", ("--average", "ema"))],
 )
 def test_drift_ends_the_epoch_in_which_it_happened(mode, name, options, tmp_path):
     argv = (*BASE, "--model", "batchnorm", *options)

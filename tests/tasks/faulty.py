@@ -40,6 +40,7 @@ IN_LOSS = {
     "raises": fail_in_loss,
     "leaves with 0": lambda: sys.exit(0),
     "dies with 1": lambda: os._exit(1),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
@@ -87,7 +88,7 @@ def build_datasets(args):
 
 def per_sample_loss(outputs, targets):
     marked = targets >= MARKED
-    losses = everything.per_sample_loss(outputs, targets - marked * MARKED, label_smoothing=0.0)
+    losses = everything.per_sample_loss(outputs, targets - marked * MARKED)
     if losses.requires_grad:
         time.sleep(PACE)  # makes steps long without work, so that a fault finds training to disturb
     if marked.any() and FAULT in IN_LOSS and once():

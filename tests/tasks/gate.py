@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pit_models
-from pit_models import build_datasets, build_model, per_sample_metrics
+from pit_models import add_options, build_datasets, build_model, per_sample_metrics
 
-__all__ = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+__all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 GATE, AT = os.environ.get("GATE"), int(os.environ.get("GATE_AT", "0"))
 steps = itertools.count(1)
@@ -22,4 +22,4 @@ def per_sample_loss(outputs, targets):
         Path(f"{GATE}-{os.environ['RANK']}").touch()
         while not Path(GATE).exists():
             time.sleep(0.01)
-    return pit_models.per_sample_loss(outputs, targets, label_smoothing=0.1)
+    return pit_models.per_sample_loss(outputs, targets)
