@@ -312,8 +312,9 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
         "name": Path(args.task).stem,  # of a new directory
         "replicas": getattr(args, "replicas", 1),
         "config": config,
-        "fixed": fixed - args.free_task_options,
-        "same_on_all_ranks": config.keys() - per_node,
+        # In the order of --help: a default that follows from another option is named after it.
+        "fixed": [name for name in config if name in fixed - args.free_task_options],
+        "same_on_all_ranks": [name for name in config if name not in per_node],
     }
 
 

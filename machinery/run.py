@@ -78,7 +78,7 @@ class Run:
         self.output_dir, self.directory = output_dir, output_directory(output_dir, name)
         self.resume_from, self.eval_only, self.best = resume, eval_only, best
         self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
-        self.tensorboard, self.config, self.fixed = tensorboard, config or {}, set(fixed)
+        self.tensorboard, self.config, self.fixed = tensorboard, config or {}, [*fixed]
         self.log = Log(state, sampler, device, epochs, replicas)
         self.meter = self.log.meter  # the loop adds to it
         names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
