@@ -1,4 +1,4 @@
-"""Train random small problems with random options: `bash run.sh fuzz [--trials N] [--seed S]`.
+"""Train random small problems with random options: `bash run.sh fuzz [TRIALS] [--seed S]`.
 
 A trial draws a command line, a task of tests/tasks/fuzzed.py, a mode and world size, an
 interruption, and a mode and world size to resume in. These must hold:
@@ -11,9 +11,8 @@ interruption, and a mode and world size to resume in. These must hold:
 | eval | `--eval-only` of a checkpoint gives the line that the run has logged |
 | end | exit code 0, nothing unexpected on stderr, no process and no file is left |
 | state | last.pt and best.pt are what the log says; a constant buffer keeps its value |
-| data | an augmented data set differs between two epochs, and repeats for the same epoch |
 
-A mode with its own statistics or dropout for each rank is compared with one device that computes
+The first run makes the check before a run, and the others do not. A mode with its own statistics or dropout for each rank is compared with one device that computes
 the same slices one after the other. A violation is shrunk: parts of the trial are dropped as long
 as it still fails. The program prints the command that repeats what is left, and keeps its folder.
 """
@@ -25,6 +24,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib
 import io
 import json
 import math
@@ -45,17 +45,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "tasks")]
 
+import equivalence
 import fuzzed
 import harness
 import torch
-from equivalence import pieces
-from harness import keyed
 from patches import after_step, without_speed, wrap_in_task
 from torch import nn
 
 import common
 import machinery.cli
-import sampling
+import machinery.usertask
 
 SIDE_BY_SIDE = 2
 MODES = [("single", 1), ("dp", 2), ("dp", 3)]
@@ -71,7 +70,7 @@ STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
 NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified .*, but did not find any .*"
 SHRINK_TRIES = 60
 Sabotage = Callable[[int], None] | None  # called with the rank in each process of a run
-alone = threading.Lock()  # for what uses this process's random generators or its stderr
+alone = threading.Lock()  # for what uses this process's stderr
 
 
 # ------------------------------------------------------------------------------------- a trial
@@ -90,7 +89,6 @@ class Trial:
     resume: tuple[str, int] = ("single", 1)
     evaluate: tuple[str, int] = ("single", 1)
     interruption: dict[str, Any] | None = None
-    earlier_epochs: int | None = None  # --epochs of the interrupted run, if fewer
     checks: tuple[str, ...] = ("mode", "resume", "eval")
     choice: float = 0.0  # which checkpoint is evaluated
 
@@ -112,8 +110,7 @@ class Trial:
     @property
     def rounded(self) -> bool:
         """Whether the modes agree only to the precision of a half or single float."""
-        half = self.value("--grad-compress") in ("bf16", "fp16")
-        return half or self.value("--dtype") != "float64" or "--amp" in self.options
+        return self.value("--dtype") != "float64"
 
     @property
     def cut_matters(self) -> bool:
@@ -151,10 +148,6 @@ def always(*choices: str) -> Drawer:
     return sometimes(1.1, *choices)
 
 
-def draw_weights(rng: random.Random, trial: Trial) -> list[str] | None:
-    return ["weights.pt"] if rng.random() < 0.08 else None  # the trial makes the file
-
-
 def draw_freeze(rng: random.Random, trial: Trial) -> list[str] | None:
     patterns = ["conv.*", "body.weight", "heads.0.*", "b*"]
     if trial.part("norm") not in ("", "instance"):
@@ -180,17 +173,11 @@ def draw_final_lr(rng: random.Random, trial: Trial) -> list[str] | None:
 
 MADE_BY_TRIAL = "the trial sets it"
 ONE_MACHINE = "tests/test_nodes.py tries several machines"
-OTHER_DATA = "belongs to the default task's data sets"
 OPTIONS: dict[str, Drawer | str] = {
-    "--dataset": OTHER_DATA,
-    "--data-dir": OTHER_DATA,
-    "--download": OTHER_DATA,
-    "--image-size": OTHER_DATA,
     "--skip-corrupt": sometimes(0.1),
     "--balanced": sometimes(0.12),
     "--workers": lambda rng, trial: [rng.choice("12") if rng.random() < 0.06 else "0"],
-    "--model": sometimes(0.1, "resnet9", "nothing-here-reads-it"),
-    "--weights": draw_weights,
+    "--weights": "tests/test_weights.py loads them",
     "--freeze": draw_freeze,
     "--task": MADE_BY_TRIAL,
     "--epochs": always("2", "3"),
@@ -209,14 +196,13 @@ OPTIONS: dict[str, Drawer | str] = {
     "--final-lr": draw_final_lr,
     "--scale-lr": sometimes(0.15, "linear", "sqrt", "none"),
     "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
-    "--label-smoothing": sometimes(0.3, "0", "0.3"),
     "--average": sometimes(0.45, "ema"),
     "--amp": sometimes(0.06, "bf16", "bf16", "fp16"),
     "--compile": "takes half a minute a run; tools/equivalence.py tries it",
     "--channels-last": sometimes(0.1),
     "--dtype": lambda rng, trial: ["float32" if rng.random() < 0.1 else "float64"],
     "--sync-bn": sometimes(0.25),
-    "--grad-compress": sometimes(0.1, "bf16", "fp16"),
+    "--grad-compress": "it rounds; tools/equivalence.py measures how much",
     "--find-unused-parameters": sometimes(0.1),
     "--timeout": always("60"),
     "--local-rank": "old launchers give it, and nothing reads it",
@@ -237,7 +223,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--tensorboard": sometimes(0.03),
     "--device": always("cpu"),
     "--deterministic": sometimes(0.1),
-    "--check": "the trial checks before its first run",
+    "--check": MADE_BY_TRIAL,
 }
 
 
@@ -260,14 +246,10 @@ def draw(seed: int, number: int) -> Trial:
     trial.evaluate = rng.choice(MODES) if rng.random() < 0.5 else trial_mode(trial)
     trial.choice = rng.random()
     trial.interruption = draw_interruption(rng)
-    if rng.random() < 0.15:
-        trial.earlier_epochs = rng.randint(1, 3)
     shares = {"mode": 0.6, "resume": 0.7, "eval": 0.6}
     trial.checks = tuple(name for name, share in shares.items() if rng.random() < share)
-    apply_theme(rng, trial)
-    if trial.part("train") and rng.random() < 0.15:
+    if rng.random() < 0.15:
         trial.task["nan_index"] = rng.randrange(trial.part("train"))
-        trial.task["nan_epoch"] = rng.choice([None, rng.randrange(trial.epochs)])
     return constrain(trial)
 
 
@@ -283,7 +265,6 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
         "wrap": (0.3, ["subset", "random_split", "concat", "own"]),
         "inputs": (0.35, ["dict", "tuple", "namedtuple"]),
         "norm": (0.65, norms),
-        "spectral": (0.12, [True]),
         "dropout": (0.2, [0.2]),
         "heads": (0.3, [2, 3]),
         "tied": (0.25, [True]),
@@ -312,32 +293,6 @@ def draw_interruption(rng: random.Random) -> dict[str, Any] | None:
     return {"kind": kind, "place": place, "at": at, "rank": rng.randrange(3)}
 
 
-def apply_theme(rng: random.Random, trial: Trial) -> None:
-    """Make meetings of parts frequent that chance would bring together too seldom."""
-    themes = [None] * 4 + [
-        "ema",
-        "noise",
-        "wrapped",
-        "infinite",
-        "weights",
-    ]
-    theme = rng.choice(themes)
-    if theme == "ema":
-        trial.options["--average"] = ["ema"]
-        trial.task["buffers"] = sorted({"int64", "infinite", *trial.task.get("buffers", [])})
-    elif theme == "noise":
-        trial.task["eval_noise"] = rng.choice(["model", "metric"])
-        trial.checks = ("mode", "eval")
-    elif theme == "wrapped":
-        wrappers = ["subset", "random_split", "concat", "own"]
-        trial.task.update(wrap=rng.choice(wrappers), augment=True)
-        trial.task.pop("data", None)
-    elif theme == "infinite":
-        trial.task["buffers"] = ["infinite"]
-    elif theme == "weights":
-        trial.options["--weights"] = ["weights.pt"]
-
-
 def constrain(trial: Trial) -> Trial:
     """Change what would make the command line or the comparison invalid."""
     given, task = trial.options, trial.task
@@ -353,9 +308,6 @@ def constrain(trial: Trial) -> Trial:
     if trial.part("nan_index") is not None:
         given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most steps
         task["nan_index"] = min(trial.part("nan_index"), trial.part("train") - 1)
-        epoch = trial.part("nan_epoch")
-        marks = trial.part("data") == "images" and not trial.part("wrap")  # else no class knows it
-        task["nan_epoch"] = min(epoch, trial.epochs - 1) if epoch is not None and marks else None
     if "--skip-corrupt" in given:
         task.setdefault("corrupt", [1, trial.part("train") - 1])
         task["corrupt"] = [index for index in task["corrupt"] if index < trial.part("train")]
@@ -368,23 +320,13 @@ def constrain(trial: Trial) -> Trial:
         del given["--nesterov"]
     if not sgd:
         given["--lr"] = [f"{min(0.01, float(trial.value('--lr'))):.4f}"]
-    if trial.value("--grad-compress") == "none":
-        del given["--grad-compress"]
     if "--freeze" in given:
         trainable = dict.fromkeys(given["--freeze"])
         if trial.part("norm") in ("", "instance"):
             trainable.pop("norm.*", None)
         given["--freeze"] = list(trainable) or ["conv.*"]
 
-    # More epochs
-    if trial.earlier_epochs is not None and trial.earlier_epochs >= trial.epochs:
-        trial.earlier_epochs = None
-    if trial.earlier_epochs is not None:
-        if trial.value("--schedule", "cosine") == "cosine":
-            given["--schedule"] = ["constant"]  # of cosine, the whole run depends on --epochs
-            given.pop("--final-lr", None)
-        if trial.value("--warmup-epochs", "0") > str(trial.earlier_epochs):
-            given["--warmup-epochs"] = ["1"]
+    # The schedule
     if trial.value("--schedule") == "step":
         given.setdefault("--step-epochs", ["1"])
     elif trial.value("--schedule") in CYCLES:
@@ -392,7 +334,7 @@ def constrain(trial: Trial) -> Trial:
     else:
         given.pop("--step-epochs", None)
         given.pop("--step-gamma", None)
-    if float(trial.value("--warmup-epochs", "0")) > min(trial.epochs, trial.earlier_epochs or 99):
+    if float(trial.value("--warmup-epochs", "0")) > trial.epochs:
         given["--warmup-epochs"] = ["0.5"]
 
     # Precision
@@ -400,8 +342,6 @@ def constrain(trial: Trial) -> Trial:
         given["--dtype"] = ["float32"]
 
     # Modes
-    if trial.mode not in DDP:
-        given.pop("--grad-compress", None)
     if trial.mode == "dp":
         given.pop("--sync-bn", None)
     shards = [n for mode, n in (trial_mode(trial), trial.resume, trial.evaluate) if mode == "fsdp"]
@@ -436,8 +376,6 @@ def may_resume(trial: Trial) -> bool:
         return True
     if "--sync-bn" in trial.options and other == "dp":
         return False
-    if "--grad-compress" in trial.options and other not in DDP:
-        return False
     if trial.rounded:
         return same_numbers(trial)
     if trial.value("--scale-lr", "none") != "none" and n != m:
@@ -461,7 +399,8 @@ class Prepare:
     """What is done in each process of a run before the script starts."""
 
     scratch: Path  # the working directory and TMPDIR are in it
-    check: tuple | None = None  # the command line, to be checked as a launcher does
+    script: str
+    check: bool = False
     cut: tuple[str, int] | None = None  # one device computes the slices of so many ranks
     interruption: dict[str, Any] | None = None
     sabotage: Sabotage = None
@@ -469,12 +408,11 @@ class Prepare:
     def __call__(self, rank: int) -> None:
         os.chdir(self.scratch / "cwd")  # by which a process that is left is found
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch / "tmp")
-        if self.check and rank == 0:
-            harness.check(*self.check)
+        script = importlib.import_module(self.script)
+        if self.check:
+            script.check_run = machinery.usertask.check_run  # which the harness leaves out
         if self.cut:
-            import train_single
-
-            train_single.train_one_epoch = functools.partial(train_in_pieces, self.cut)
+            script.train_one_epoch = functools.partial(train_in_pieces, self.cut)
         if self.sabotage:
             self.sabotage(rank)
         if self.interruption and self.interruption["rank"] == rank:
@@ -502,45 +440,14 @@ class Prepare:
 
 
 def train_in_pieces(
-    cut: tuple[str, int],
-    args: Any,
-    task: Any,
-    model: nn.Module,
-    loader: Any,
-    state: Any,
-    run: Any,
+    cut: tuple[str, int], args: Any, task: Any, model: nn.Module, *rest: Any
 ) -> None:
-    """Stand in for train_one_epoch: compute what the ranks compute, one after the other.
-
-    As equivalence.train_in_pieces; but each rank also starts from the same buffers, which counts
-    for buffers that a forward reads, such as those of the spectral norm.
-    """
-
+    """Stand in for train_one_epoch: compute what the ranks compute, one after the other."""
     common.train_mode(model)
-    buffers = list(model.buffers())
-    for batch in run.batches(loader):
-        for i, rank, samples in pieces(*cut, args.batch_size, args.accum_steps):
-            inputs, targets = common.tree_map(lambda tensor, s=samples: tensor[s], batch)
-            if rank == 0:
-                start = [buffer.clone() for buffer in buffers]
-            kept = [buffer.clone() for buffer in buffers]
-            for buffer, before in zip(buffers, start):
-                buffer.copy_(before)
-            sampling.seed_rng(args.seed, state.global_step, i, rank)
-            outputs = model(inputs)
-            losses = task.per_sample_loss(outputs, targets)
-            state.scaler.scale(losses.sum() / args.batch_size).backward()
-            for buffer, before in zip(buffers, kept) if rank else ():
-                buffer.copy_(before)
-            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer)
-        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad(set_to_none=True)
-        state.scheduler.step()
-        state.average.after_step(state.net)
-        run.end_step(state.scaler.norm)
+    model.train = lambda: model  # frozen BatchNorm stays as it is
+    job = argparse.Namespace(cut=cut, masks=True)
+    equivalence.train_in_pieces(job, args, task, model, *rest)
+    del model.train
 
 
 # ----------------------------------------------------------------------------------- comparing
@@ -617,10 +524,10 @@ class Runs:
         """Raise Violation if an invariant does not hold."""
         trial = self.trial
         self.write_files()
-        self.bad_steps = self.look_at_data()
+        self.bad_steps = self.steps_with_nan()
         undisturbed = self.run("undisturbed", trial.mode, trial.n, trial.argv(), check=True)
         self.expect_end(undisturbed)
-        self.expect_log(undisturbed.folder, trial.epochs)
+        self.expect_log(undisturbed.folder)
         self.expect_state(undisturbed.folder)
         if "mode" in trial.checks:
             self.compare_with_one_device(undisturbed)
@@ -644,13 +551,6 @@ class Runs:
             "train_metrics = None if SPEC.get('frozen') else per_sample_metrics",
         ]
         self.task.write_text("\n".join(lines) + "\n")
-        if "--weights" in trial.options:
-            path = self.folder / "weights.pt"
-            trial.options["--weights"] = [str(path)]
-            with alone:
-                torch.manual_seed(1000)
-                args = argparse.Namespace(dtype=trial.value("--dtype"))
-                torch.save(fuzzed.make_task(trial.task)[1](args).state_dict(), path)
 
     def run(
         self,
@@ -678,8 +578,7 @@ class Runs:
             shown = ["bash", "run.sh", mode, *devices, *argv]
             print(f"  {name}{how}: {' '.join(shown)}", flush=True)
         sabotage = self.sabotage if cut is None and name != "one-device" else None
-        checked = (mode, n, *argv) if check else None
-        prepare = Prepare(scratch, checked, cut, interruption, sabotage)
+        prepare = Prepare(scratch, f"train_{mode}", check, cut, interruption, sabotage)
         result = harness.train(mode, n, *argv, folder=scratch, patch=prepare)
         for label, text in (("out", result.out), ("err", result.err)):
             (scratch / label).write_text(text)
@@ -696,40 +595,22 @@ class Runs:
 
     # Each of the invariants
 
-    def look_at_data(self) -> set[tuple[int, int]]:
-        """Check the data set alone; return the (epoch, step) in which a NaN is met, step from 1."""
+    def steps_with_nan(self) -> set[tuple[int, int]]:
+        """Return the (epoch, step) in which a NaN is met, step from 1."""
         trial = self.trial
-        argv = trial.argv(grad_compress=None, sync_bn=None, find_unused_parameters=None)
+        if trial.part("nan_index") is None:
+            return set()
+        argv = of_mode("single", trial.argv(sync_bn=None, find_unused_parameters=None))
         with alone, contextlib.redirect_stderr(io.StringIO()):
-            argv = of_mode("single", [*argv, "--task", str(self.task)])
-            args = machinery.cli.parse_args("single", argv)
-            train, _ = fuzzed.make_task(trial.task)[0](args)
-            of_keys = keyed(train, args)
-            length = len(train)
-
-            def fetch(epoch: int) -> list[tuple]:
-                return [of_keys.__getitems__((epoch, [index])) for index in range(length)]
-
-            first, later, again = fetch(0), fetch(1), fetch(0)
-            nans = {}
-            if trial.part("nan_index") is not None:
-                for epoch in range(trial.epochs):
-                    found = [int(label) & fuzzed.NAN_LOSS for _, label in fetch(epoch)]
-                    nans[epoch] = {index for index, bad in enumerate(found) if bad}
-        images = [[flat_image(sample) for sample in epoch] for epoch in (first, later, again)]
-        same = sum(a.equal(b) for a, b in zip(images[0], images[2]))
-        expect(same == length, "data", f"{length - same} of {length} samples do not repeat")
-        changed = sum(not a.equal(b) for a, b in zip(images[0], images[1])) / length
-        if trial.part("augment") or trial.part("data") == "drawn":
-            expect(changed > 0.4, "data", f"only {changed:.0%} of the samples differ in two epochs")
-        else:
-            expect(changed == 0, "data", f"{changed:.0%} of the samples differ by themselves")
-        bad = set()
-        seed, batch = int(trial.value("--seed", "0")), int(trial.value("--batch-size"))
-        for epoch, indices in nans.items():
-            order = harness.order_of(length, seed, epoch)
-            places = [place for place, index in enumerate(order) if index in indices]
-            bad |= {(epoch, p // batch + 1) for p in places if p // batch < trial.steps}
+            args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
+            train = harness.keyed(fuzzed.make_task(trial.task)[0](args)[0], args)
+            length = len(train.dataset)
+            labels = [int(train.__getitems__((0, [index]))[1]) for index in range(length)]
+        bad, batch = set(), args.batch_size
+        for epoch in range(trial.epochs):
+            order = harness.order_of(length, args.seed, epoch)[: trial.steps * batch]
+            nans = [p for p, index in enumerate(order) if labels[index] & fuzzed.NAN_LOSS]
+            bad |= {(epoch, place // batch + 1) for place in nans}
         return bad
 
     def expect_end(
@@ -747,12 +628,12 @@ class Runs:
         strange = [line for line in result.err.splitlines() if not re.fullmatch(pattern, line)]
         expect(not strange, "end", f"unexpected on stderr: {' | '.join(strange[:3])}")
 
-    def expect_log(self, folder: Path, epochs: int, complete: bool = True) -> None:
+    def expect_log(self, folder: Path, complete: bool = True) -> None:
         """Every line once, in order, with what must stand in it."""
         trial, steps = self.trial, self.trial.steps
         every = int(trial.value("--log-every", "50"))
         wanted: list[tuple] = []
-        for epoch in range(epochs):
+        for epoch in range(trial.epochs):
             for step in range(1, steps + 1):
                 total = epoch * steps + step
                 if total % every == 0 or step == steps:
@@ -837,13 +718,12 @@ class Runs:
 
     def compare_with_one_device(self, undisturbed: harness.Result) -> None:
         trial = self.trial
-        changes: dict[str, Any] = dict.fromkeys(("grad_compress", "scale_lr", "tensorboard"))
+        changes: dict[str, Any] = dict.fromkeys(("scale_lr", "tensorboard"))
         changes["workers"] = ["0"]
         factor = {"linear": trial.n, "sqrt": math.sqrt(trial.n)}.get(trial.value("--scale-lr"), 1)
         changes["lr"] = [repr(float(trial.value("--lr")) * factor)]
         cut = None
-        forward_counts = trial.part("spectral") or "counter" in trial.part("buffers")
-        forward_counts |= bool(trial.part("eval_noise"))
+        forward_counts = "counter" in trial.part("buffers") or bool(trial.part("eval_noise"))
         if trial.rounded or (trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1):
             return
         if trial.mode == "single":
@@ -862,8 +742,6 @@ class Runs:
     def interrupt_and_resume(self, undisturbed: harness.Result) -> harness.Result:
         trial = self.trial
         output = self.folder / "resumed"
-        epochs = trial.earlier_epochs or trial.epochs
-        argv = trial.argv(epochs=[str(epochs)])
         kind = trial.interruption["kind"] if trial.interruption else None
         interruption = None
         if kind:
@@ -872,17 +750,17 @@ class Runs:
         run = functools.partial(self.run, output=output)
         killed = kind == "SIGKILL"
         how = {"interruption": interruption, "whole": not killed}
-        cut = run("interrupted", trial.mode, trial.n, argv, **how)
+        cut = run("interrupted", trial.mode, trial.n, trial.argv(), **how)
         if not killed:
             codes = frozenset({0, SIGNALS.get(kind, 0)})
             self.expect_end(cut, codes, (STOPPED,) if kind else ())
         else:
             text = f"exit code {cut.code} after SIGKILL: {last_lines(cut.err)}"
             expect(cut.code in (0, 1, -9), "end", text)
-        self.expect_log(output, epochs, complete=cut.code == 0 and kind is None)
+        self.expect_log(output, complete=cut.code == 0 and kind is None)
         resumed = run("resumed", *trial.resume, [*trial.argv(), "--resume", "auto"])
         self.expect_end(resumed)
-        self.expect_log(output, trial.epochs)
+        self.expect_log(output)
         self.expect_state(output)
         exact = same_numbers(trial)
         tolerance = 0 if exact else OTHER_MODE
@@ -890,12 +768,7 @@ class Runs:
         return resumed
 
     def expect_same(
-        self,
-        ours: Path,
-        theirs: Path,
-        tolerance: float,
-        invariant: str,
-        logs: bool,
+        self, ours: Path, theirs: Path, tolerance: float, invariant: str, logs: bool
     ) -> None:
         """Compare two output folders; `logs`: also the sums since the last line of the log."""
         lines = [without_speed(read_log(folder)) for folder in (ours, theirs)]
@@ -914,10 +787,7 @@ class Runs:
         paths = sorted(result.folder.glob("*.pt"))
         chosen = paths[int(trial.choice * len(paths))]
         (mode, n), output = trial.evaluate, self.folder / "evaluated"
-        removed: dict[str, None] = {"weights": None}
-        if mode not in DDP:
-            removed["grad_compress"] = None
-        argv = [*trial.argv(**removed), "--eval-only", "--resume", str(chosen)]
+        argv = [*trial.argv(), "--eval-only", "--resume", str(chosen)]
         evaluated = self.run("evaluated", mode, n, argv, output=output)
         self.expect_end(evaluated)
         lines = without_speed(read_log(output))
@@ -939,13 +809,6 @@ def of_mode(mode: str, argv: list[str]) -> list[str]:
     starts = [i for i, text in enumerate(argv) if text.startswith("--")]
     parts = [argv[i:j] for i, j in zip(starts, [*starts[1:], len(argv)])]
     return [text for part in parts if part[0] not in foreign for text in part]
-
-
-def flat_image(sample: Any) -> torch.Tensor:
-    inputs = sample[0]
-    if isinstance(inputs, dict):
-        return inputs["image"]
-    return inputs[0] if isinstance(inputs, (tuple, list)) else inputs
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -977,7 +840,6 @@ def droppable(trial: Trial) -> list[str]:
     fixed |= {"--timeout", "--device", "--workers"}
     names = [f"checks.{name}" for name in trial.checks]
     names += ["interruption"] if trial.interruption else []
-    names += ["earlier_epochs"] if trial.earlier_epochs else []
     names += ["resume"] if trial.resume != trial_mode(trial) else []
     names += ["evaluate"] if trial.evaluate != trial_mode(trial) else []
     names += [f"buffers.{name}" for name in trial.part("buffers")]
@@ -995,8 +857,8 @@ def drop(trial: Trial, name: str) -> Trial:
     kind, _, rest = name.partition(".")
     if kind == "checks":
         smaller.checks = tuple(check for check in trial.checks if check != rest)
-    elif name in ("interruption", "earlier_epochs"):
-        setattr(smaller, name, None)
+    elif name == "interruption":
+        smaller.interruption = None
     elif name in ("resume", "evaluate"):
         setattr(smaller, name, trial_mode(trial))
     elif kind == "buffers":
@@ -1018,10 +880,7 @@ def drop(trial: Trial, name: str) -> Trial:
 
 
 def attempt(
-    trial: Trial,
-    folder: Path,
-    sabotage: Sabotage,
-    verbose: bool = False,
+    trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool = False
 ) -> Violation | None:
     """Run a trial in a new folder; return what is violated."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -1036,10 +895,7 @@ def attempt(
 
 
 def shrink(
-    trial: Trial,
-    violation: Violation,
-    folder: Path,
-    sabotage: Sabotage,
+    trial: Trial, violation: Violation, folder: Path, sabotage: Sabotage
 ) -> tuple[Trial, Violation, list[str]]:
     """Drop parts as long as the same invariant is violated; return what is left, and the names."""
     dropped: list[str] = []
@@ -1064,7 +920,6 @@ def command(trial: Trial, dropped: list[str]) -> str:
 def describe(trial: Trial) -> str:
     """Tell in a few lines what a trial is."""
     shown = " ".join(" ".join([name, *values]) for name, values in sorted(trial.options.items()))
-    earlier = f", at first {trial.earlier_epochs} epochs" if trial.earlier_epochs else ""
     interruption = trial.interruption
     how = "not interrupted"
     if interruption:
@@ -1072,7 +927,7 @@ def describe(trial: Trial) -> str:
     resume, evaluate = (" ".join(map(str, place)) for place in (trial.resume, trial.evaluate))
     checks = ", ".join(trial.checks) or "none"
     return (
-        f"  {trial.mode} {trial.n}, {how}{earlier}, resumed in {resume}, "
+        f"  {trial.mode} {trial.n}, {how}, resumed in {resume}, "
         f"evaluated in {evaluate}; checks: {checks}\n"
         f"  options: {shown}\n  task: {trial.task}"
     )
@@ -1081,13 +936,7 @@ def describe(trial: Trial) -> str:
 # ------------------------------------------------------------------------------------- campaign
 
 
-def run_one(
-    trial: Trial,
-    folder: Path,
-    sabotage: Sabotage,
-    verbose: bool,
-    shrinking: bool,
-) -> str:
+def run_one(trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool, shrinking: bool) -> str:
     """Run a trial; return the report of its violation, or nothing."""
     place = folder / f"trial-{trial.number}"
     violation = attempt(trial, place, sabotage, verbose)
@@ -1114,16 +963,15 @@ def main(argv: list[str] | None = None, sabotage: Sabotage = None) -> int:
     text = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="fuzz", description=text, allow_abbrev=False)
     option = parser.add_argument
-    option("--trials", type=int, default=100, metavar="N", help="how many (default: 100)")
+    option("trials", type=int, nargs="?", default=100, help="how many (default: 100)")
     option("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
-    option("--first", type=int, default=0, metavar="K", help="number of the first trial")
     option("--trial", type=int, metavar="K", help="only this trial, in detail")
     option("--drop", nargs="+", default=[], metavar="PART", help="leave these parts out")
     option("--no-shrink", action="store_true", help="report a violation as it was found")
     args = parser.parse_args(argv)
     started, one = time.monotonic(), args.trial is not None
     folder = new_folder()
-    numbers = [args.trial] if one else range(args.first, args.first + args.trials)
+    numbers = [args.trial] if one else range(args.trials)
     trials = [draw(args.seed, number) for number in numbers]
     for part in args.drop:
         name = f"--{part}" if f"--{part}" in OPTIONS else part
@@ -1133,14 +981,7 @@ def main(argv: list[str] | None = None, sabotage: Sabotage = None) -> int:
     shrinking, reports = not args.no_shrink and not args.drop, []
     executor = ThreadPoolExecutor(SIDE_BY_SIDE)
     try:
-        run = functools.partial(
-            run_one,
-            folder=folder,
-            sabotage=sabotage,
-            verbose=one,
-            shrinking=shrinking,
-        )
-        jobs = [executor.submit(run, trial) for trial in trials]
+        jobs = [executor.submit(run_one, t, folder, sabotage, one, shrinking) for t in trials]
         for job in as_completed(jobs):
             if job.result():
                 reports.append(job.result())

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
 
-from sampling import KeyedDataset, splitmix64
-from task import ImagesInMemory
+from tasks.images import ImagesInMemory
 
 CLASSES, SIZE, WIDTH = 4, 6, 12
 NAN_LOSS, NAN_METRIC = 8, 16  # added to the class of a sample; the loss and the metrics read them
@@ -35,9 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "inputs": "tensor",  # dict, tuple, namedtuple
     "corrupt": [],  # training samples that raise OSError
     "nan_index": None,  # the training sample whose loss is NaN
-    "nan_epoch": None,  # ... in this epoch; None: in every epoch
     "norm": "",  # batch, batch_mean, instance, instance_tracked, layer, group
-    "spectral": False,
     "dropout": 0.0,
     "heads": 1,
     "tied": False,
@@ -120,18 +117,12 @@ class Nested(Own):
 
 
 class NestedBatches(Nested):
-    """The same for a data set that returns whole batches; adds a NaN in one epoch."""
+    """The same for a data set that returns whole batches."""
 
     whole_batches = True
 
-    def __init__(self, inner: Dataset, kind: str, nan: tuple[int, int] | None) -> None:
-        super().__init__(inner, kind)
-        self.nan = nan  # the key of an epoch, and the sample
-
     def __getitems__(self, indices: list[int]) -> Any:
         images, labels = self.inner.__getitems__(indices)
-        if self.nan and self.nan[0] == KeyedDataset.epoch_key:
-            labels = labels + NAN_LOSS * (torch.tensor(indices) == self.nan[1])
         return self.nest(images), labels
 
 
@@ -144,11 +135,11 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return ((0.6 * patterns[labels] + 0.4 * noise) * 255).to(torch.uint8), labels
 
 
-def build_train(spec: dict[str, Any], seed: int) -> Dataset:
+def build_train(spec: dict[str, Any]) -> Dataset:
     """Return the training set: the base, then the wrapper, then the class that nests the inputs."""
     spare = 3 if spec["wrap"] in ("subset", "random_split") else 0  # samples that they leave out
     images, labels = make_images(spec["train"] + spare, seed=1)
-    if spec["nan_index"] is not None and spec["nan_epoch"] is None:
+    if spec["nan_index"] is not None:
         labels[spec["nan_index"]] += NAN_LOSS
     bad = frozenset(spec["corrupt"])
 
@@ -175,13 +166,10 @@ def build_train(spec: dict[str, Any], seed: int) -> Dataset:
         dataset = random_split(dataset, [spec["train"], spare], generator=generator)[0]
     elif spec["wrap"] == "own":
         dataset = Own(dataset)
-    nan = None
-    if spec["nan_epoch"] is not None and spec["nan_index"] is not None:
-        nan = (splitmix64(seed, spec["nan_epoch"]), spec["nan_index"])
-    if getattr(dataset, "whole_batches", False):
-        plain = spec["inputs"] == "tensor" and nan is None
-        return dataset if plain else NestedBatches(dataset, spec["inputs"], nan)
-    return dataset if spec["inputs"] == "tensor" else Nested(dataset, spec["inputs"])
+    if spec["inputs"] == "tensor":
+        return dataset
+    nested = NestedBatches if getattr(dataset, "whole_batches", False) else Nested
+    return nested(dataset, spec["inputs"])
 
 
 def build_held_out(spec: dict[str, Any]) -> Dataset:
@@ -192,8 +180,7 @@ def build_held_out(spec: dict[str, Any]) -> Dataset:
     dataset = Drawn(images, labels, frozenset()) if drawn else ImagesInMemory(images, labels)
     if spec["inputs"] == "tensor":
         return dataset
-    nested = Nested if drawn else NestedBatches
-    return nested(dataset, spec["inputs"], *([] if drawn else [None]))
+    return (Nested if drawn else NestedBatches)(dataset, spec["inputs"])
 
 
 # ---------------------------------------------------------------------------------------- model
@@ -235,9 +222,7 @@ class Net(nn.Module):
         self.spec, self.dtype = spec, dtype
         # The gradient of a bias before these norms is zero but for rounding; AdamW would follow it
         bias = not spec["norm"].startswith(("batch", "instance"))
-        self.conv: nn.Module = nn.Conv2d(1, 4, 3, padding=1, bias=bias)
-        if spec["spectral"]:
-            self.conv = nn.utils.parametrizations.spectral_norm(self.conv)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1, bias=bias)
         self.norm = build_norm(spec["norm"])
         self.body = nn.Linear(4 * (SIZE // 2) ** 2, WIDTH)
         self.drop = nn.Dropout(spec["dropout"])
@@ -301,16 +286,15 @@ def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Ca
     spec = {**DEFAULTS, **changes}
 
     def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
-        return build_train(spec, args.seed), build_held_out(spec)
+        return build_train(spec), build_held_out(spec)
 
     def build_model(args: Namespace) -> nn.Module:
         return Net(spec, getattr(torch, args.dtype))
 
-    def per_sample_loss(outputs: Any, targets: Tensor, *, label_smoothing: float) -> Tensor:
+    def per_sample_loss(outputs: Any, targets: Tensor) -> Tensor:
         losses = 0
         for logits in logits_of(outputs):
-            options = {"reduction": "none", "label_smoothing": label_smoothing}
-            losses = losses + F.cross_entropy(logits, targets % CLASSES, **options)
+            losses = losses + F.cross_entropy(logits, targets % CLASSES, reduction="none")
         return losses * torch.where(targets & NAN_LOSS > 0, float("nan"), 1.0)
 
     def per_sample_metrics(outputs: Any, targets: Tensor) -> dict[str, Tensor]:
