@@ -61,7 +61,7 @@ def finished(tmp_path_factory):
 @pytest.fixture
 def run(tmp_path):
     """A run that has ended an epoch, and made the steps of a second one."""
-    from runs import make_run, make_step, start_epoch
+    from runs import end_epoch, make_run, make_step, start_epoch
 
     run = make_run(tmp_path, "--keep-every", 2, "--log-every", 4)
     for epoch in range(2):
@@ -69,8 +69,7 @@ def run(tmp_path):
         for _ in range(6):
             make_step(run, [1.0])
         if epoch == 0:
-            run.state.epoch, run.state.step = 1, 0
-            run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+            end_epoch(run)
     return run
 
 

@@ -1,82 +1,59 @@
 """Which evaluation is the best, which epochs are kept, and what becomes of both in another folder."""
 
+import functools
 import math
 import shlex
 
 import pytest
 from harness import check, train
 from patches import BASE
-from runs import end, load, make_run
+from runs import end, end_epoch, load, make_run
 from short_runs import ODD, SMALL
 
 import common
-import machinery.modes
-import machinery.process
 import machinery.run
-import machinery.usertask
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
 
-def test_best_and_kept_checkpoints(finished, tmp_path):
+@pytest.mark.full
+def test_best_and_kept_checkpoints(tmp_path):
     result = train("single", 1, *SMALL, "--keep-every", "2", folder=tmp_path)
-    assert {path.name for path in result.folder.iterdir()} == {
-        "metrics.jsonl",
-        "last.pt",
-        "best.pt",
-        "epoch-0002.pt",
-        "epoch-0004.pt",
-    }
+    names = {"metrics.jsonl", "last.pt", "best.pt", "epoch-0002.pt", "epoch-0004.pt"}
+    assert {path.name for path in result.folder.iterdir()} == names
     scores = [line["top1"] for line in result.eval_lines()]
     best = result.checkpoint("best.pt")
     assert best["best"] == max(scores) and best["epoch"] == scores.index(max(scores)) + 1
-    evaluated = train(
-        "single",
-        1,
-        *SMALL,
-        "--eval-only",
-        "--resume",
-        result.folder / "best.pt",
-        folder=tmp_path / "eval",
-    )
+    argv = (*SMALL, "--eval-only", "--resume", result.folder / "best.pt")
+    evaluated = train("single", 1, *argv, folder=tmp_path / "eval")
     assert evaluated.code == 0, evaluated.err
     assert evaluated.eval_lines()[-1]["top1"] == max(scores)
 
 
-def decide_scores(rank):
+def decide_scores(scores, rank):
     end_epoch = machinery.run.Run.end_epoch
     machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(
-        run, {**metrics, "top1": (0.5, 0.9, 0.4)[run.state.epoch]}
+        run, metrics | {"top1": scores[run.state.epoch - 1]}
     )
 
 
-def first_score_is_nan(rank):
-    end_epoch = machinery.run.Run.end_epoch
-    machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(
-        run, metrics | {"top1": [float("nan"), 0.2, 0.1][run.state.epoch]}
-    )
-
-
-def test_end_says_what_is_best_and_how_to_go_on(tmp_path):
-    result = train("ddp", 2, *BASE, folder=tmp_path / "new run", patch=decide_scores)
+def test_end_says_what_is_best_and_how_to_go_on(tmp_path, capsys):
+    patch = functools.partial(decide_scores, (0.5, 0.9, 0.4))
+    result = train("ddp", 2, *BASE, folder=tmp_path / "new run", patch=patch)
     best = result.folder / "best.pt"
-    end = [f"best top1 0.900000, in epoch 2: {best}"]
-    end += [f"to evaluate it: the same command with --eval-only --resume {shlex.quote(str(best))}"]
-    assert result.out.splitlines()[-2:] == end and result.out.count("best top1") == 1
-    first = train("single", 1, *BASE, "--epochs", "1", folder=tmp_path / "1", patch=decide_scores)
-    assert first.out.count("best top1 0.500000, in epoch 1: ") == 1
-    argv = (*BASE, "--epochs", "2", "--resume", "auto")
-    again = train("single", 1, *argv, folder=tmp_path / "1", patch=lower_scores)
-    assert again.out.count("best top1 0.500000, in epoch 1: ") == 1, "best.pt is read at a resume"
-    none = train(
-        "single", 1, *BASE, "--epochs", "1", folder=tmp_path / "2", patch=first_score_is_nan
-    )
-    assert none.code == 0 and "best top1" not in none.out
-
-
-def lower_scores(rank):
-    end_epoch = machinery.run.Run.end_epoch
-    machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(run, {**metrics, "top1": 0.1})
+    lines = [f"best top1 0.900000, in epoch 2: {best}"]
+    lines += [
+        f"to evaluate it: the same command with --eval-only --resume {shlex.quote(str(best))}"
+    ]
+    assert result.out.splitlines()[-2:] == lines and result.out.count("best top1") == 1
+    run = make_run(tmp_path, "--epochs", 2)
+    end_epoch(run, top1=0.5)
+    end(run)
+    assert "best top1" not in capsys.readouterr().out, "not yet"
+    end_epoch(make_run(tmp_path, "--epochs", 2, "--resume", "auto"), top1=0.1)
+    assert capsys.readouterr().out.count("best top1 0.500000, in epoch 1: ") == 1
+    end_epoch(make_run(tmp_path / "none", "--epochs", 1), top1=math.nan)
+    assert "best top1" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------- the best
@@ -86,8 +63,7 @@ def best_after(folder, scores):
     """End epochs with these scores; return, after each, best.pt's epoch and the best score."""
     run, found = make_run(folder, "--epochs", 50), []
     for score in scores:
-        run.state.step = run.sampler.steps_per_epoch
-        run.end_epoch({"loss": 1.0, "top1": score, "top5": 1 - score, "count": 57})
+        end_epoch(run, top1=score, top5=1 - score)
         best = run.files.directory / "best.pt"
         loaded = load(best) if best.exists() else {}
         found.append((loaded.get("epoch"), load(run.files.directory / "last.pt")["best"]))
@@ -109,17 +85,15 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", SCORES)
-def test_the_first_of_equal_scores_stays_the_best(name, tmp_path):
-    scores, wanted = SCORES[name]
-    assert best_after(tmp_path, scores) == wanted
+def test_the_first_of_equal_scores_stays_the_best(tmp_path):
+    for name, (scores, wanted) in SCORES.items():
+        assert best_after(tmp_path / name, scores) == wanted, name
 
 
 def test_tie_is_kept_across_a_resume(tmp_path):
     best_after(tmp_path, [0.5, 0.25])
     run = make_run(tmp_path, "--epochs", 50, "--resume", "auto")
-    run.state.step = run.sampler.steps_per_epoch
-    run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+    end_epoch(run, top1=0.5)
     assert load(run.files.directory / "best.pt")["epoch"] == 1
     assert load(run.files.directory / "last.pt")["epoch"] == 3
 
@@ -127,8 +101,7 @@ def test_tie_is_kept_across_a_resume(tmp_path):
 def test_kept_epochs_are_every_so_many(tmp_path):
     run = make_run(tmp_path, "--epochs", 50, "--keep-every", 3)
     for _ in range(7):
-        run.state.step = run.sampler.steps_per_epoch
-        run.end_epoch({"loss": 1.0, "top1": 0.5, "count": 57})
+        end_epoch(run, top1=0.5)
     kept = {path.name: load(path)["epoch"] for path in run.files.directory.glob("epoch-*.pt")}
     assert kept == {"epoch-0003.pt": 3, "epoch-0006.pt": 6}
     assert not list(make_run(tmp_path / "none", "--epochs", 5).files.directory.glob("*.pt"))
@@ -140,8 +113,7 @@ def test_score_that_was_not_saved_is_not_the_best(tmp_path):
     for score, poison in ((0.5, False), (0.9, True), (0.75, False)):
         good = run.state.net.weight.data.clone()
         run.state.net.weight.data[0] = math.nan if poison else 1.0
-        run.state.step = run.sampler.steps_per_epoch
-        run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
+        end_epoch(run, top1=score)
         run.state.net.weight.data.copy_(good)
     assert (
         load(run.files.directory / "best.pt")["best"]
@@ -155,8 +127,7 @@ def go_back(folder, name, **files):
     """Train two epochs, with scores 0.5 and 0.9, go back to a file of them, and score 0.4."""
     run = make_run(folder / "first", "--epochs", 50, "--keep-every", 1)
     for score in (0.5, 0.9):
-        run.state.step = run.sampler.steps_per_epoch
-        run.end_epoch({"loss": 1.0, "top1": score, "count": 57})
+        end_epoch(run, top1=score)
     end(run)
     return make_run(folder / name, "--epochs", 50, "--resume", run.files.directory / files["of"])
 
@@ -164,8 +135,7 @@ def go_back(folder, name, **files):
 @pytest.mark.parametrize("name", ["first", "other"])
 def test_going_back_makes_another_best(name, tmp_path):
     run = go_back(tmp_path, name, of="epoch-0001.pt")
-    run.state.step = run.sampler.steps_per_epoch
-    run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
+    end_epoch(run, top1=0.4)
     best = load(run.files.directory / "best.pt")
     assert (best["epoch"], best["best"]) == (2, 0.4), "that of a later epoch is of another run"
 
@@ -173,8 +143,7 @@ def test_going_back_makes_another_best(name, tmp_path):
 def test_best_comes_along_to_another_folder(tmp_path):
     run = go_back(tmp_path, "other", of="last.pt")
     assert load(run.files.directory / "best.pt")["epoch"] == 2
-    run.state.step = run.sampler.steps_per_epoch
-    run.end_epoch({"loss": 1.0, "top1": 0.4, "count": 57})
+    end_epoch(run, top1=0.4)
     assert load(run.files.directory / "best.pt")["epoch"] == 2
     assert load(run.files.directory / "last.pt")["best"] == 0.9
 
@@ -183,13 +152,16 @@ def test_best_comes_along_to_another_folder(tmp_path):
 
 
 def test_best_pt_that_was_deleted_is_written_anew(tmp_path):
-    argv = (*ODD, "--model", "constant", "--epochs", "2")
-    first = train("single", 1, *argv, folder=tmp_path)
-    (first.folder / "best.pt").unlink()
-    again = train("single", 1, *argv, "--epochs", "3", "--resume", "auto", folder=tmp_path)
-    assert again.code == 0 and again.checkpoint("best.pt")["epoch"] == 3, again.err
+    run = make_run(tmp_path, "--epochs", 50)
+    end_epoch(run, top1=0.5)
+    (run.files.directory / "best.pt").unlink()
+    end(run)
+    run = make_run(tmp_path, "--epochs", 50, "--resume", "auto")
+    end_epoch(run, top1=0.4)
+    assert load(run.files.directory / "best.pt")["epoch"] == 2
 
 
+@pytest.mark.full
 def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
     argv = (*ODD, "--model", "conv", "--keep-every", "1", "--epochs", "4")
     straight = train("single", 1, *argv, folder=tmp_path / "a")
@@ -208,9 +180,8 @@ def test_lowest_loss_or_a_named_metric_decides(tmp_path):
     for name, epochs in (("loss", [1, 2, 2, 2, 2, 6]), ("top5", [1, 1, 1, 4, 4, 4])):
         run, found = make_run(tmp_path / name, "--epochs", 50, "--best", name), []
         for epoch, loss in enumerate(losses):
-            run.state.step = run.sampler.steps_per_epoch
             top5 = (9, 5, 3, 10, 2, 1)[epoch]
-            run.end_epoch({"loss": loss, "top1": epoch, "top5": top5, "count": 57})
+            end_epoch(run, loss=loss, top1=epoch, top5=top5)
             found.append(load(run.files.directory / "best.pt")["epoch"])
         assert found == epochs
         assert run.state.best == (0.2 if name == "loss" else 10)

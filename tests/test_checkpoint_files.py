@@ -7,26 +7,21 @@ import os
 import re
 import shutil
 import signal
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, make_args, train, undisturbed, walk
+from harness import ROOT, train, undisturbed, walk
 from patches import BASE, without_speed
-from runs import load, make_run, make_step, start_epoch
+from runs import end_epoch, load, make_run, make_step, start_epoch
 from short_runs import EVERYTHING, ODD, SMALL
 
 import common
-import machinery.cli
-import machinery.modes
 import machinery.process
 import machinery.run
-import machinery.usertask
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
@@ -34,89 +29,42 @@ pytestmark = pytest.mark.usefixtures("handlers")
 
 
 KEYS = {
-    "format",
-    "model",
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "average",
-    "epoch",
-    "step",
-    "global_step",
-    "best",
-    "config",
+    *"format model optimizer scheduler scaler average epoch step global_step best config".split()
 }
-KEYS |= {
-    "log",
-    "samples",
-    "classes",
-}  # the names of the classes, the sums since the last line of the log, and the length of the training set
+KEYS |= {*"log samples classes".split()}  # the sums since the last line of the log; of the data
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [("ddp", 2), *(pytest.param(*run, marks=pytest.mark.full) for run in (("dp", 2), ("fsdp", 2)))],
+)
 def test_keys_are_those_of_the_format_and_values_are_plain(mode, n, tmp_path):
-    saved = train(
-        mode, n, *SMALL, "--epochs", "1", "--average", "ema", folder=tmp_path
-    ).checkpoint()
+    argv = (*SMALL, "--epochs", "1", "--average", "ema")
+    saved = train(mode, n, *argv, folder=tmp_path).checkpoint()
     assert saved.keys() == KEYS
-    assert {type(value) for value in walk(saved)} <= {
-        dict,
-        list,
-        tuple,
-        str,
-        int,
-        float,
-        bool,
-        type(None),
-        torch.Tensor,
-        saved["model"].__class__,
-    }
-    names = [
-        "conv1.weight",
-        "conv1.bias",
-        "conv2.weight",
-        "conv2.bias",
-        "conv3.weight",
-        "conv3.bias",
-        "head.weight",
-        "head.bias",
-    ]
+    known = {dict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
+    assert {type(value) for value in walk(saved)} <= known | {type(saved["model"])}
+    layers = ("conv1", "conv2", "conv3", "head")
+    names = [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
     assert list(saved["model"]) == names, "neither module. nor _orig_mod."
     assert saved["average"].keys() == {*names, "n_averaged"}
     assert (saved["epoch"], saved["step"], saved["global_step"]) == (1, 0, 6)
 
 
-@pytest.mark.parametrize(("average", "averaged"), [("none", False), ("ema", True)])
-def test_readme_loads_the_weights_that_were_evaluated(average, averaged, tmp_path, monkeypatch):
-    argv = (*ODD, "--model", "conv+masks", "--average", average)
-    result = train("single", 1, *argv, folder=tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (code,) = [block for block in blocks if "torch.load" in block]
-    task_of_run = machinery.usertask.load_task(make_args("single", *argv))
-    model = task_of_run.build_model(make_args("single", *argv))  # in float32, the run in float64
-    monkeypatch.setitem(sys.modules, "task", SimpleNamespace(build_model=lambda args: model))
-    names = {}
-    exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)
-    assert names["averaged"] == averaged
-    images, labels = task_of_run.build_datasets(make_args("single", *argv))[1].__getitems__(
-        list(range(57))
-    )
-    hits = task_of_run.per_sample_metrics(model.eval()(images), labels)["top1"]
-    assert hits.double().mean().item() == pytest.approx(
-        result.checkpoint("best.pt")["best"], rel=1e-12
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.long)])
-def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, tmp_path):
-    argv = ("--epochs", "2", "--average", "ema", "--dtype", dtype)
+@pytest.mark.parametrize(
+    ("dtype", "average"),
+    [("float32", "ema"), pytest.param("float64", "none", marks=pytest.mark.full)],
+)
+def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, average, tmp_path):
+    argv = ("--epochs", "2", "--average", average, "--dtype", dtype)
     result = train("single", 1, *argv, folder=tmp_path)
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     (code,) = [block for block in blocks if "torch.load" in block]
     (call,) = re.findall(r"`(model\(torch.*?)`", readme)
     names = {}
-    exec(code.replace("runs/mine", str(result.folder)), names)
+    exec(textwrap.dedent(code).replace("runs/mine", str(result.folder)), names)
+    assert names["averaged"] == (average == "ema")
     with np.load(ROOT / "data" / "digits.npz") as file:
         names["images"], labels = file["images"][1437:], file["labels"][1437:]
     guesses = eval(call, names).argmax(1).numpy()
@@ -139,7 +87,10 @@ def test_refused_write_is_not_explained_by_an_older_error(tmp_path, monkeypatch)
             common.save_checkpoint({}, tmp_path / "last.pt")
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text"])
+@pytest.mark.parametrize(
+    "damage",
+    [*(pytest.param(d, marks=pytest.mark.full) for d in ("truncated", "empty", "text")), "flipped"],
+)
 def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(damage, finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "run")
     path = tmp_path / "run" / "last.pt"
@@ -179,16 +130,15 @@ def poison_in_epoch_2(part, rank):
     end_epoch = machinery.run.Run.end_epoch
 
     def poison(run, metrics):
-        if run.state.epoch == 1:
-            {"average": run.state.average.module, "net": run.state.net}[part].first.weight.data[
-                0
-            ] = float("nan")
+        if run.state.epoch == 2:
+            net = run.state.average.module if part == "average" else run.state.net
+            net.first.weight.data[0] = float("nan")
         end_epoch(run, metrics)
 
     machinery.run.Run.end_epoch = poison
 
 
-@pytest.mark.parametrize("part", ["average", "net"])
+@pytest.mark.parametrize("part", ["average", pytest.param("net", marks=pytest.mark.full)])
 def test_non_finite_average_never_reaches_a_file(part, tmp_path):
     """Nor do weights whose average is finite: both stand under the same names."""
     patch = functools.partial(poison_in_epoch_2, part)
@@ -201,7 +151,9 @@ def test_non_finite_average_never_reaches_a_file(part, tmp_path):
     assert result.checkpoint()["epoch"] == 1
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.full)]
+)
 def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mode, n, tmp_path):
     """A parameter that nothing trains, and in which a value becomes NaN."""
     result = train(mode, n, *ODD, "--model", "ruined", folder=tmp_path)
@@ -220,7 +172,6 @@ def step_in(path):
 
 def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
     run = make_run(tmp_path, "--epochs", 1)
-    run.finish()
     run.state.net.bias.data[1] = math.inf
     run.save("last.pt")
     assert not (run.files.directory / "last.pt").exists()
@@ -228,7 +179,7 @@ def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
     with pytest.raises(machinery.process.Stopped) as stopped:
         run.finish()
     assert stopped.value.code == 3 and stopped.value.reason.endswith("non-finite values in bias")
-    run.state.net.bias.data[1] = 0
+    run = make_run(tmp_path, "--epochs", 1)
     run.save("last.pt")
     run.finish()
     assert step_in(run.files.directory / "last.pt") == 0
@@ -251,7 +202,7 @@ def test_files_of_a_save_are_on_the_disk_before_they_appear(run, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", appears)
-    run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+    end_epoch(run, top1=0.75)
     names = ["best.pt", "epoch-0002.pt", "last.pt"]
     whole = [("fsync", f".{name}.tmp") for name in names]
     renamed = [call for name in names for call in ((12, name), ("fsync", "run"))]
@@ -275,7 +226,7 @@ def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
     with pytest.raises(
         OSError, match=f"{failing} could not be written .is the disk full.*No space left"
     ):
-        run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+        end_epoch(run, top1=0.75)
     assert step_in(run.files.directory / "last.pt") == 7
     assert not list(run.files.directory.glob(".*")), "what was begun is gone"
 
@@ -313,7 +264,7 @@ def test_names_of_one_save_are_files_of_their_own(run, monkeypatch):
     """What damages one of them leaves the other; and all of them are serialised once."""
     saves, save = [], torch.save
     monkeypatch.setattr(torch, "save", lambda *a: (saves.append(a), save(*a)))
-    run.end_epoch({"loss": 1.0, "top1": 0.75, "count": 57})
+    end_epoch(run, top1=0.75)
     assert len(saves) == 1
     paths = [run.files.directory / name for name in ("best.pt", "epoch-0002.pt", "last.pt")]
     contents = [path.read_bytes() for path in paths]
@@ -369,8 +320,14 @@ def kill_in_second_save(rank):
         os.fsync = killed
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
-@pytest.mark.parametrize("broken", [full_from_second_save, kill_in_second_save])
+@pytest.mark.parametrize(
+    ("mode", "n", "broken"),
+    [
+        ("ddp", 2, kill_in_second_save),
+        pytest.param("ddp", 2, full_from_second_save, marks=pytest.mark.full),
+        pytest.param("single", 1, kill_in_second_save, marks=pytest.mark.full),
+    ],
+)
 def test_run_goes_on_from_the_save_before_the_broken_one(mode, n, broken, tmp_path):
     ended = train(mode, n, *EVERY, folder=tmp_path, patch=broken)
     if broken is full_from_second_save:

@@ -13,17 +13,17 @@ import pytest
 from harness import make_args, train, undisturbed
 from patches import BASE, printed, set_environment_of, without_speed
 from runs import end, make_run
-from short_runs import NOISE, ODD, ODD_MODES
+from short_runs import NOISE, ODD
 
-import machinery.process
 import machinery.run
-import machinery.usertask
 import sampling
 
 pytestmark = pytest.mark.usefixtures("handlers")
 
 
-@pytest.mark.parametrize(("mode", "n"), ODD_MODES)
+@pytest.mark.parametrize(
+    ("mode", "n"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.full)]
+)
 def test_evaluation_repeats_what_it_draws(mode, n, tmp_path):
     """At a learning rate of 0 the evaluations of two epochs differ by what they draw alone."""
     result = train(mode, n, *NOISE, "--lr", "0", "--epochs", "2", folder=tmp_path)
@@ -54,9 +54,9 @@ def test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said():
         assert make_args("single", *argv).eval_batch_size == size
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
-def test_metric_of_some_batches_alone_ends_the_run(mode, n, tmp_path):
-    result = train(mode, n, *ODD, "--model", "sometimes", folder=tmp_path)
+@pytest.mark.full
+def test_metric_of_some_batches_alone_ends_the_run(tmp_path):
+    result = train("ddp", 2, *ODD, "--model", "sometimes", folder=tmp_path)
     assert result.code == 1
     assert "the same names for every batch; only some batches have threes" in result.err
 
@@ -83,7 +83,10 @@ def print_files(mode, rank):
     machinery.run.save_checkpoint, script.evaluate = saved, evaluated
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [("ddp", 2), *(pytest.param(*run, marks=pytest.mark.full) for run in (("dp", 2), ("fsdp", 2)))],
+)
 def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n, tmp_path):
     argv = (*BASE, "--epochs", "2", "--keep-every", "2", "--save-every", "3")
     patch = functools.partial(print_files, mode)
@@ -96,8 +99,14 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
     assert all(event[1:] == [2, 0, 1] for event in events[8:])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n", "number"),
+    [
+        ("ddp", 2, signal.SIGTERM),
+        pytest.param("single", 1, signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param("ddp", 2, signal.SIGKILL, marks=pytest.mark.full),
+    ],
+)
 def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_path, monkeypatch):
     reference = undisturbed(mode, n, *NOISE)
     monkeypatch.setenv("STOP_IN_EVALUATION", f"{int(number)}:{tmp_path / 'seen'}")
@@ -121,7 +130,7 @@ def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_
 
 @pytest.mark.parametrize(
     ("epoch", "step", "shown"),
-    [(0, 0, 1), (0, 4, 1), (0, 6, 1), (1, 0, 1), (1, 2, 2), (1, 6, 2), (2, 0, 2), (3, 0, 3)],
+    [(0, 0, 1), (0, 6, 1), (1, 0, 1), (1, 2, 2), (3, 0, 3)],
 )
 def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp_path, capsys):
     """A checkpoint of an epoch's end counts the epoch as done; one from within it does not."""
@@ -148,26 +157,19 @@ def test_eval_only_names_the_epoch_whose_weights_it_sees(epoch, step, shown, tmp
 
 def test_eval_only_evaluates_what_was_trained_or_says_why_not(tmp_path):
     trained = train("single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path)
-    options = ["--eval-only", "--resume", trained.folder / "last.pt"]
-    same = train(
-        "single",
-        1,
-        *BASE,
-        *"--average ema --batch-size 7".split(),
-        *options,
-        folder=tmp_path / "same",
-    )
-    assert same.eval_lines()[0]["loss"] == pytest.approx(
-        trained.eval_lines()[-1]["loss"], rel=1e-12
-    )
-    other = train("single", 1, *BASE, *options, folder=tmp_path / "other")
+    argv = (*BASE, "--eval-only", "--resume", trained.folder / "last.pt")
+    ema = (*argv, "--average", "ema", "--batch-size", "7")
+    same = train("single", 1, *ema, folder=tmp_path / "same")
+    wanted = pytest.approx(trained.eval_lines()[-1]["loss"], rel=1e-12)
+    assert same.eval_lines()[0]["loss"] == wanted
+    other = train("single", 1, *argv, folder=tmp_path / "other")
     assert other.code == 2 and "--average none" in other.err and "was made with ema" in other.err
-    nothing = train(
-        "single", 1, *BASE, "--eval-only", "--resume", "auto", folder=tmp_path / "nothing"
-    )
+    argv = (*BASE, "--eval-only", "--resume", "auto")
+    nothing = train("single", 1, *argv, folder=tmp_path / "nothing")
     assert nothing.code == 2 and "no checkpoint" in nothing.err
 
 
+@pytest.mark.full
 def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -185,14 +187,11 @@ def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     events = EventAccumulator(str(result.folder))
     events.Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [6, 12, 18]
-    elsewhere = train(
-        "single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path / "elsewhere"
-    )
+    folder = tmp_path / "elsewhere"
+    elsewhere = train("single", 1, *argv, "--eval-only", "--resume", older, folder=folder)
     assert [line["loss"] for line in elsewhere.eval_lines()] == [loss]
     last = result.folder / "last.pt"
-    second = train(
-        "single", 1, *argv, "--eval-only", "--resume", last, folder=tmp_path / "elsewhere"
-    )
+    second = train("single", 1, *argv, "--eval-only", "--resume", last, folder=folder)
     assert [line["epoch"] for line in second.eval_lines()] == [0, 2], (
         "a folder of evaluations gets each of them"
     )
