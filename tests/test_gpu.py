@@ -19,7 +19,7 @@ import train_spawn
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
-CONV = ("--model", "digitnet", "--epochs", "1", "--warmup-epochs", "0", "--log-every", "10")
+CONV = ("--epochs", "1", "--warmup-epochs", "0", "--log-every", "10")
 EXACT = (*CONV, "--dtype", "float64")
 
 
@@ -35,7 +35,7 @@ def forbid_waiting(change, rank):
 
     def watched(run, norm):
         step = run.state.step + 1
-        if step == run.sampler.steps_per_epoch or step % run.args.log_every == 0:
+        if step == run.sampler.steps_per_epoch or step % run.log_every == 0:
             torch.cuda.set_sync_debug_mode("default")
         end_step(run, norm)
         if 2 <= step < run.sampler.steps_per_epoch:  # kernels are chosen in the first steps
@@ -131,7 +131,7 @@ def test_gradients_of_the_first_step_are_those_of_the_cpu(tmp_path):
     runs = [train("single", 1, *EXACT, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)]
     assert [run.code for run in runs] == [0, 0], runs[1].err
     cpu, gpu = ({n: g.cpu() for n, g in run.gradients[0][0].items()} for run in runs)
-    assert len(cpu) == len([*task.DigitNet(1, 10).parameters()])
+    assert len(cpu) == len([*task.DigitNet().parameters()])
     assert deviation(gpu, cpu) < 1e-10
 
 

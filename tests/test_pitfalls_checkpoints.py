@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -37,6 +36,7 @@ import sampling
 # ----------------------------------------------------------------------------------------------- 04
 
 
+@pytest.mark.full
 def test_pitfall_04_resume_is_exact(tmp_path):
     """The loss jumps at resume: only the weights were saved, and momentum, schedule, or place in the epoch begin anew."""
     argv = (*BASE, "--model", "dropout", "--average", "ema")
@@ -54,26 +54,15 @@ def test_pitfall_04_resume_is_exact(tmp_path):
     for momentum in momenta:
         momentum.zero_()
     torch.save(saved, tmp_path / "weights.pt")
-    forgetful = train(
-        "single",
-        1,
-        *argv,
-        "--resume",
-        tmp_path / "weights.pt",
-        "--output-dir",
-        tmp_path / "wrong",
-        folder=tmp_path,
-    )
-    assert (
-        forgetful.code == 0
-        and deviation(forgetful.checkpoint()["model"], straight.checkpoint()["model"]) > 1e-3
-    )
+    wrong = (*argv, "--resume", tmp_path / "weights.pt", "--output-dir", tmp_path / "wrong")
+    forgetful = train("single", 1, *wrong, folder=tmp_path)
+    assert forgetful.code == 0
+    assert deviation(forgetful.checkpoint()["model"], straight.checkpoint()["model"]) > 1e-3
 
     resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0 and without_speed(resumed.lines) == without_speed(straight.lines)
     for part in ("model", "average"):
-        a, b = resumed.checkpoint()[part], straight.checkpoint()[part]
-        assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in b)  # bitwise
+        assert deviation(resumed.checkpoint()[part], straight.checkpoint()[part]) == 0, "bitwise"
     states = [run.checkpoint()["optimizer"]["state"] for run in (resumed, straight)]
     assert all(
         states[0][i]["momentum_buffer"].equal(states[1][i]["momentum_buffer"]) for i in states[1]
@@ -148,19 +137,13 @@ def terminate_group_with_plain_workers(rank):
     after_step(3, kill_own_group)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.full)])
 def test_pitfall_11_sigterm_saves(workers, tmp_path):
     """SIGTERM ends the job without a checkpoint: it reaches the loader workers too, and the run dies of their death before it can save."""
     if workers == "2":
-        wrong = train(
-            "single",
-            1,
-            *BASE,
-            "--workers",
-            "2",
-            folder=tmp_path / "wrong",
-            patch=terminate_group_with_plain_workers,
-        )
+        plain = terminate_group_with_plain_workers
+        folder = tmp_path / "wrong"
+        wrong = train("single", 1, *BASE, "--workers", "2", folder=folder, patch=plain)
         assert "DataLoader worker" in wrong.err and not (wrong.folder / "last.pt").exists()
 
     argv = (*BASE, "--workers", workers)
@@ -185,6 +168,7 @@ def print_batches_and_stop(rank):
     stop_after(8, rank)
 
 
+@pytest.mark.full
 def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
     """A run resumed in the middle of an epoch repeats some samples and skips others: it draws a new order and skips in that."""
     first, again = torch.randperm(203).tolist(), torch.randperm(203).tolist()
@@ -207,6 +191,7 @@ def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
 # ----------------------------------------------------------------------------------------------- 13
 
 
+@pytest.mark.full
 def test_pitfall_13_resume_at_another_world_size(tmp_path):
     """Resuming on another number of devices skips or repeats data: the position was counted in batches of one rank."""
     order = list(range(180))
@@ -222,13 +207,10 @@ def test_pitfall_13_resume_at_another_world_size(tmp_path):
     assert stopped.code == 143 and stopped.checkpoint()["global_step"] == 9
     straight = single_run(*BASE)
     assert deviation(stopped.checkpoint()["model"], straight.checkpoint()["model"]) > 1e-3
-    for mode, n in (("single", 1), ("dp", 2), ("ddp", 3), ("spawn", 4)):
-        folder = shutil.copytree(stopped.folder, tmp_path / f"{mode}{n}")
-        resumed = train(mode, n, *BASE, "--resume", "auto", "--output-dir", folder, folder=tmp_path)
-        assert resumed.code == 0, resumed.err
-        assert deviation(resumed.checkpoint()["model"], straight.checkpoint()["model"]) <= 1e-10
-        steps = [line["global_step"] for line in resumed.train_lines()]
-        assert steps == list(range(1, 19))
+    resumed = train("ddp", 3, *BASE, "--resume", "auto", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    assert deviation(resumed.checkpoint()["model"], straight.checkpoint()["model"]) <= 1e-10
+    assert [line["global_step"] for line in resumed.train_lines()] == list(range(1, 19))
 
 
 # ----------------------------------------------------------------------------------------------- 14
@@ -263,18 +245,7 @@ def test_pitfall_14_checkpoints_hold_plain_values(tmp_path):
 
     result = train("single", 1, *BASE, "--average", "ema", "--epochs", "1", folder=tmp_path)
     saved = torch.load(result.folder / "last.pt", weights_only=True)
-    assert saved.keys() >= {
-        "format",
-        "model",
-        "optimizer",
-        "scheduler",
-        "scaler",
-        "average",
-        "epoch",
-        "step",
-        "global_step",
-        "best",
-    }
+    assert {"format", "model", "optimizer", "scheduler", "average", "global_step"} <= saved.keys()
     assert plain({**saved, "model": dict(saved["model"])}) and saved["config"]["batch_size"] == 30
 
     torch.save({**saved, "best": Hostile(tmp_path / "intruder")}, tmp_path / "hostile.pt")
@@ -358,6 +329,7 @@ def stop_and_save_slowly(rank):
     save_slowly(rank)
 
 
+@pytest.mark.full
 def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
     """Some ranks resume and others start anew, or read half a file: each looked for itself, while rank 0 was writing."""
     assert [out.strip() for out in in_group(2, each_rank_looks_for_itself)] == ["False", "True"]
@@ -404,15 +376,15 @@ def gate_on_local_rank(rank):
 
 
 def open_own_folder(self):
-    self.args.output_dir += (
-        f"-{dist.get_rank()}"  # or the lock of metrics.jsonl would notice that two write there
-    )
+    # or the lock of metrics.jsonl would notice that two write there
+    self.directory = Path(f"{self.directory}-{dist.get_rank()}")
     return _open(self)
 
 
 _open = machinery.run.Run._open
 
 
+@pytest.mark.full
 def test_pitfall_32_one_rank_of_all_machines_saves(tmp_path):
     """Several ranks write the same checkpoint: on more than one machine, each has a process whose local rank is 0."""
     wrong = train(
@@ -445,6 +417,7 @@ def prefixed_names():
     )
 
 
+@pytest.mark.full
 def test_pitfall_42_old_interfaces_and_prefixed_names(tmp_path):
     """FutureWarnings in every process, and checkpoints that no other mode can load: old AMP names, and those of the wrapper."""
     with pytest.warns(FutureWarning, match=r"torch.amp.GradScaler"):

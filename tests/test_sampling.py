@@ -39,7 +39,7 @@ def batches(length, batch_size, rank=0, world_size=1, epoch=0, step=0, seed=0):
     return [indices for _, indices in keys]
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(7, marks=pytest.mark.full)])
 def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
     for length in range(1, 41):
         for batch_size in range(world_size, length + 1):
@@ -58,8 +58,8 @@ def test_pieces_of_all_ranks_partition_each_global_batch(world_size):
             assert max(sizes) - min(sizes) <= 1, "no rank carries more than its share"
 
 
-@pytest.mark.parametrize("accum_steps", [2, 3, 5])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("accum_steps", [2, 5])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_steps):
     """Or BatchNorm over the ranks would see other batches than one device does."""
     for batch_size in range(world_size * accum_steps, 41):
@@ -79,7 +79,7 @@ def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_st
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_resuming_at_any_step_yields_exactly_the_rest(world_size):
     for length, batch_size in [(20, 6), (21, 7), (40, 40), (37, 5)]:
         for rank in range(world_size):
@@ -103,7 +103,7 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 
 def test_order_has_every_sample_once_and_neighbouring_keys_have_others():
-    for n in (1, 2, 50, 1437, 100_000):
+    for n in (1, 2, 50, 20_000):
         orders = [order_of(n, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
         assert all(sorted(order) == list(range(n)) for order in orders)
         if n > 1000:  # no two of them agree in more places than chance would have it
@@ -123,16 +123,9 @@ def test_splitmix64_is_the_published_one_and_has_no_collisions_nearby():
     }
     assert len(keys) == 40_000
     scalars = [sampling.splitmix64(3, 5, index) for index in range(10)]
-    keyed = np.full(10, sampling.splitmix64(3, 5), dtype=np.uint64)
-    assert [
-        int(bits)
-        for bits in sampling.splitmix64(
-            np.array([3] * 10, np.uint64),
-            np.array([5] * 10, np.uint64),
-            np.arange(10, dtype=np.uint64),
-        )
-    ] == scalars
-    assert keyed.dtype == np.uint64
+    indices = np.arange(10, dtype=np.uint64)
+    columns = np.full(10, 3, np.uint64), np.full(10, 5, np.uint64), indices
+    assert [int(bits) for bits in sampling.splitmix64(*columns)] == scalars
 
 
 def uniform(seed, epoch, indices):
@@ -180,9 +173,14 @@ class NoisyPerSample(Dataset):
         return torch.tensor(float(index)) + torch.rand(()), torch.tensor(index)
 
 
-@pytest.mark.parametrize("dataset", ["in memory", "per sample"])
 @pytest.mark.parametrize(
-    ("workers", "world_size", "step"), [(1, 1, 0), (3, 1, 0), (0, 3, 0), (2, 2, 2)]
+    ("workers", "world_size", "step", "dataset"),
+    [
+        (3, 1, 0, "per sample"),
+        (0, 3, 0, "per sample"),
+        (0, 3, 0, "in memory"),
+        pytest.param(2, 2, 2, "in memory", marks=pytest.mark.full),
+    ],
 )
 def test_a_sample_is_augmented_alike_whoever_loads_it(dataset, workers, world_size, step):
     dataset = NoisyPerSample() if dataset == "per sample" else task.build_datasets(make_args())[0]
@@ -196,7 +194,7 @@ def test_a_sample_is_augmented_alike_whoever_loads_it(dataset, workers, world_si
     assert changed > 0.7 * len(common_indices), "every epoch draws anew"
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 3, 5])
+@pytest.mark.parametrize("pieces", [2, 5])
 def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
     batch = (
         torch.arange(11.0),
@@ -272,6 +270,7 @@ def test_balanced_needs_the_class_of_each_sample(targets, message):
         balanced(dataset=dataset)
 
 
+@pytest.mark.full
 def test_balanced_run_is_the_same_in_another_mode(tmp_path):
     argv = (*BASE, "--balanced")
     reference = single_run(*argv)
@@ -282,12 +281,11 @@ def test_balanced_run_is_the_same_in_another_mode(tmp_path):
 # -------------------------------------------------------------------------------- wrapped data sets
 
 
-@pytest.mark.parametrize("kind", ["subset", "own"])
-def test_wrapped_data_set_trains_like_the_plain_one(kind, tmp_path):
+@pytest.mark.full
+def test_wrapped_data_set_trains_like_the_plain_one(tmp_path):
     plain = undisturbed("single", 1, *ODD, "--model", "conv")
-    wrapped = train(
-        "ddp", 2, *ODD, "--model", f"conv+wrapped:{kind}", "--workers", "1", folder=tmp_path
-    )
+    argv = (*ODD, "--model", "conv+wrapped:subset", "--workers", "1")
+    wrapped = train("ddp", 2, *argv, folder=tmp_path)
     assert wrapped.code == 0, wrapped.err
     losses = [line["loss"] for line in plain.train_lines()]
     assert [line["loss"] for line in wrapped.train_lines()] == pytest.approx(losses, rel=1e-10)
@@ -340,7 +338,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_process_that_keeps_the_error_of_a_loader_can_end():
     """At exit Python waits for loader workers, which ignore its SIGTERM."""
     ended = subprocess.run([sys.executable, "-c", KEEPS], timeout=60, capture_output=True)
