@@ -19,8 +19,8 @@ from launches import marked, read, wait_for_end
 
 import common
 import machinery.process
-import machinery.usertask
 import task
+from machinery.usertask import Task
 
 
 def run_bench(*arguments, cwd):
@@ -40,20 +40,8 @@ def run_bench(*arguments, cwd):
 
 @pytest.mark.full
 def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
-    argv = [
-        "--workloads",
-        "digitnet",
-        "--modes",
-        "single",
-        "ddp",
-        "fsdp",
-        "--nproc",
-        "2",
-        "--device",
-        "cpu",
-        "--steps",
-        "3",
-    ]
+    words = "--workloads digitnet --modes single ddp fsdp --nproc 2 --device cpu --steps 3"
+    argv = words.split()
     argv += ["--repeats", 3, "--json", tmp_path / "all.json", "--svg", tmp_path / "ratios.svg"]
     finished = run_bench(*argv, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
@@ -68,7 +56,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         assert row["script"] == pytest.approx(row["batch_size"] / median(script))
         assert 0.02 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"] < 50
         assert 100 < row["peak_mib"] < 10_000
-    parameters = 4 * sum(p.numel() for p in task.DigitNet(1, 10).parameters())
+    parameters = 4 * sum(p.numel() for p in task.DigitNet().parameters())
     assert single["bytes_formula"] == single["bytes_sent"] == 0
     assert ddp["bytes_formula"] == ddp["gradient_bytes"] == parameters
     sent = ddp["bytes_sent"] / ddp["bytes_formula"]
@@ -110,9 +98,9 @@ def test_bad_options_are_named_before_anything_is_measured(argv, words):
 def made_run(*argv):
     """Return what the bench sees of a run, and the images and labels of a batch."""
     args = make_args("single", "--batch-size", "4", *argv)
-    net = machinery.usertask.build_net(args, machinery.usertask.load_task(args))
+    net = Task(args).build_net()
     state = Namespace(net=net, optimizer=optimizer_of(args, net))
-    run = Namespace(args=args, device=torch.device("cpu"), state=state)
+    run = Namespace(config=vars(args), device=torch.device("cpu"), state=state)
     return run, task.build_datasets(args)[0].__getitems__(range(4))
 
 
@@ -231,7 +219,7 @@ def test_programs_take_turns_with_the_same_options(monkeypatch, tmp_path):
     monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: range(6))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     args = Namespace(peer=["plain"], nproc=2, repeats=2, steps=5, startup=False)
-    options = ["--dataset", "imagefolder"]
+    options = ["--task", "images"]
     rows = peers.compare(args, {("files", "ddp"): options}, tmp_path)
     scripts = ["train_plain.py", "train_ddp.py", "run.sh"] * 3
     assert len(started) == len(scripts)
@@ -253,6 +241,7 @@ def test_peer_that_is_not_installed_is_named_with_its_command(monkeypatch):
 WATCHED = """
 import os
 import task
+from machinery.usertask import Task
 from task import *
 def build_model(args):
     net = task.build_model(args)

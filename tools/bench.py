@@ -38,26 +38,27 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from common import UsageError, autocast, build_optimizer
+from common import UsageError, autocast, build_optimizer, resolve_device_type
 from machinery.cli import Parser, filled, number, parse_args
 from machinery.modes import WithLoss, data_parallel, mesh_of_ranks, shard
-from machinery.process import Stopped, resolve_device_type, run_main, stay_on_this_machine
+from machinery.process import Stopped, run_main, stay_on_this_machine
 from machinery.run import Run
-from machinery.usertask import build_net, load_task
+from machinery.usertask import Task
 
 SETTLE = 2  # steps at the start of each window that are not timed
 CORES, THREADS = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
 OF_WORKERS = ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE"]
 MODES = ["single", "dp", "ddp", "fsdp"]
 RANKS = ["ddp", "fsdp"]  # a process for each device
-IN_MEMORY = "--dataset cifar10 --data-dir {folder} --task {folder}/images.py --batch-size 128"
+IN_MEMORY = "--task {folder}/in_memory.py --dataset cifar10 --label-smoothing 0 --batch-size 128"
+FOLDERS = "--task images --image-size 32 --label-smoothing 0 --batch-size 128"
 WORKLOADS = {
-    "digitnet": "--dataset digits --batch-size 64",
+    "digitnet": "--batch-size 64",
     "resnet9": f"{IN_MEMORY} --model resnet9",
     "resnet18": f"{IN_MEMORY} --model resnet18",
-    "imagefolder": "--dataset imagefolder --image-size 32 --batch-size 128 --model resnet18",
+    "imagefolder": f"{FOLDERS} --model resnet18",
 }
-IMAGES = """from task import *
+IMAGES = """from tasks.images import *
 def build_datasets(args):
     images = torch.randint(0, 256, (1_000, 3, 32, 32), dtype=torch.uint8).repeat(50, 1, 1, 1)
     labels = torch.arange(50_000) % 10
@@ -110,7 +111,7 @@ def take_turns(
 
     yield from window()
     trained = [p for p in run.state.net.parameters() if p.requires_grad]
-    found = {"device": device.type, "batch_size": run.args.batch_size, "syncs": None}
+    found = {"device": device.type, "batch_size": run.config["batch_size"], "syncs": None}
     # Before there is a second network:
     found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     memory = device.type == "cuda" and torch.cuda.max_memory_allocated(device)
@@ -143,9 +144,10 @@ def take_turns(
 
 def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], None]:
     """Return one step of a loop that cannot be shorter, on a copy of the network."""
-    args, task = run.args, load_task(run.args)
+    args = Namespace(mode=mode, **run.config)
+    task = Task(args)
     if mode == "fsdp":  # a sharded network cannot be copied
-        net = build_net(args, task).to(run.device)
+        net = task.build_net().to(run.device)
         shard(net, task.shard_modules(net), mesh_of_ranks(run.device, args.shard_size))
     else:
         net = copy.deepcopy(run.state.net)
@@ -371,7 +373,7 @@ def main(argv: list[str] | None = None) -> int:
     result["load"] = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        (folder / "images.py").write_text(IMAGES)
+        (folder / "in_memory.py").write_text(IMAGES)
         commands = {}  # all of them are checked before one is started
         for workload, size in itertools.product(args.workloads, args.batch_size):
             shown = f"{workload}, batch {size}" if size else workload

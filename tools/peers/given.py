@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path += [str(ROOT), str(ROOT / "tasks")]
 
 
 def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
@@ -26,9 +27,10 @@ def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
         parser.add_argument(name)
     for name in ("--batch-size", "--image-size", "--workers", "--epochs"):
         parser.add_argument(name, type=int)
-    parser.set_defaults(dataset="digits", model="digitnet", task="task.py", device="auto")
+    parser.add_argument("--label-smoothing", type=float, default=0.0)
+    parser.set_defaults(dataset="imagefolder", model="resnet9", task="task.py", device="auto")
     parser.set_defaults(batch_size=64, workers=0, epochs=30)
-    parser.set_defaults(dtype="float32", weights=None, download=False, compile=False)
+    parser.set_defaults(dtype="float32", pretrained=False, download=False)
     args = parser.parse_args()
     if args.device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -21,7 +21,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay
 model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
 for _ in range(args.epochs):
     for images, labels in loader:
-        loss = cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss = cross_entropy(model(images), labels)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

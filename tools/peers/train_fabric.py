@@ -27,7 +27,7 @@ for epoch in range(args.epochs):
     if fabric.world_size > 1:
         loader.sampler.set_epoch(epoch)
     for images, labels in loader:
-        loss = cross_entropy(model(images), labels, label_smoothing=0.1)
+        loss = cross_entropy(model(images), labels)
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ class Classifier(LightningModule):
 
     def training_step(self, batch, index):
         images, labels = batch
-        return cross_entropy(self.net(images), labels, label_smoothing=0.1)
+        return cross_entropy(self.net(images), labels)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)

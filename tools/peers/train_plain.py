@@ -34,6 +34,6 @@ for epoch in range(args.epochs):
     sampler.set_epoch(epoch)
     for images, labels in loader:
         logits = model(images.to(device))
-        cross_entropy(logits, labels.to(device), label_smoothing=0.1).backward()
+        cross_entropy(logits, labels.to(device)).backward()
         optimizer.step()
         optimizer.zero_grad()
