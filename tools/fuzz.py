@@ -10,11 +10,12 @@ interruption, and a mode and world size to resume in. These must hold:
 | log | metrics.jsonl has every line once, in order, and counts the skipped steps |
 | eval | `--eval-only` of a checkpoint gives the line that the run has logged |
 | end | exit code 0, nothing unexpected on stderr, no process and no file is left |
-| state | last.pt and best.pt are what the log says; a constant buffer keeps its value |
+| state | last.pt and best.pt are what the log says |
 
-The first run makes the check before a run, and the others do not. A mode with its own statistics or dropout for each rank is compared with one device that computes
-the same slices one after the other. A violation is shrunk: parts of the trial are dropped as long
-as it still fails. The program prints the command that repeats what is left, and keeps its folder.
+The first run makes the check before a run, and the others do not. A mode with its own statistics
+or dropout for each rank is compared with one device that computes the same slices one after the
+other. A violation is shrunk: parts of the trial are dropped as long as it still fails. The program
+prints the command that repeats what is left, and keeps its folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import copy
 import dataclasses
 import functools
 import importlib
-import io
 import json
 import math
 import os
@@ -35,7 +35,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -49,7 +48,7 @@ import equivalence
 import fuzzed
 import harness
 import torch
-from patches import after_step, without_speed, wrap_in_task
+from patches import after_step, call_in_task, without_speed
 from torch import nn
 
 import common
@@ -65,15 +64,12 @@ RANKS = ("ddp", "spawn", "fsdp")
 DDP = ("ddp", "spawn")  # modes that compute the same bits
 CYCLES = ("cyclic", "sawtooth")
 ONE_DEVICE, OTHER_MODE = 1e-9, 1e-8  # largest deviations that pass
-UNREADABLE = r"sample \d+ cannot be read: sample-\d+: broken on purpose; the next one takes .*"
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
 NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified .*, but did not find any .*"
+NOTHING = {"kind": "nothing", "place": "step", "at": 0, "rank": 0}  # interrupts
 SHRINK_TRIES = 60
+KEPT = set("--epochs --batch-size --lr --dtype --log-every --timeout --device --workers".split())
 Sabotage = Callable[[int], None] | None  # called with the rank in each process of a run
-alone = threading.Lock()  # for what uses this process's stderr
-
-
-# ------------------------------------------------------------------------------------- a trial
 
 
 @dataclasses.dataclass
@@ -106,11 +102,6 @@ class Trial:
     def steps(self) -> int:
         """Steps in an epoch."""
         return self.part("train") // int(self.value("--batch-size"))
-
-    @property
-    def rounded(self) -> bool:
-        """Whether the modes agree only to the precision of a half or single float."""
-        return self.value("--dtype") != "float64"
 
     @property
     def cut_matters(self) -> bool:
@@ -156,25 +147,10 @@ def draw_freeze(rng: random.Random, trial: Trial) -> list[str] | None:
     return ["*", f"!{chosen[0]}"] if chosen and rng.random() < 0.3 else chosen
 
 
-def draw_lr(rng: random.Random, trial: Trial) -> list[str]:
-    return [f"{10 ** rng.uniform(-2.5, -1.2):.4f}"]
-
-
-def draw_step_epochs(rng: random.Random, trial: Trial) -> list[str] | None:
-    if trial.value("--schedule") == "step":
-        return [str(rng.randint(1, 2)) for _ in range(rng.randint(1, 2))]
-    return [str(rng.randint(1, 3))] if trial.value("--schedule") in CYCLES else None
-
-
-def draw_final_lr(rng: random.Random, trial: Trial) -> list[str] | None:
-    cosine = trial.value("--schedule", "cosine") == "cosine"
-    return [rng.choice(["0", "0.1", "1"])] if cosine and rng.random() < 0.3 else None
-
-
 MADE_BY_TRIAL = "the trial sets it"
 ONE_MACHINE = "tests/test_nodes.py tries several machines"
 OPTIONS: dict[str, Drawer | str] = {
-    "--skip-corrupt": sometimes(0.1),
+    "--skip-corrupt": "tests/test_sampling.py reads broken samples",
     "--balanced": sometimes(0.12),
     "--workers": lambda rng, trial: [rng.choice("12") if rng.random() < 0.06 else "0"],
     "--weights": "tests/test_weights.py loads them",
@@ -185,22 +161,22 @@ OPTIONS: dict[str, Drawer | str] = {
     "--accum-steps": sometimes(0.35, "2", "3"),
     "--eval-batch-size": sometimes(0.2, "1", "3", "100"),
     "--optimizer": sometimes(0.4, "adamw", "sgd"),
-    "--lr": draw_lr,
+    "--lr": lambda rng, trial: [f"{10 ** rng.uniform(-2.5, -1.2):.4f}"],
     "--momentum": sometimes(0.3, "0", "0.5", "0.8"),
     "--nesterov": sometimes(0.2),
     "--weight-decay": sometimes(0.3, "0", "0.01", "0.1"),
     "--schedule": sometimes(0.75, "constant", "cosine", "step", "cyclic", "sawtooth"),
     "--warmup-epochs": sometimes(0.7, "0", "0.5", "1", "1.3"),
-    "--step-epochs": draw_step_epochs,
+    "--step-epochs": always("1", "2", "3"),
     "--step-gamma": sometimes(0.2, "0", "0.3", "0.9"),
-    "--final-lr": draw_final_lr,
+    "--final-lr": sometimes(0.3, "0", "0.1", "1"),
     "--scale-lr": sometimes(0.15, "linear", "sqrt", "none"),
     "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
     "--average": sometimes(0.45, "ema"),
-    "--amp": sometimes(0.06, "bf16", "bf16", "fp16"),
+    "--amp": "it rounds; tools/equivalence.py measures how much",
     "--compile": "takes half a minute a run; tools/equivalence.py tries it",
     "--channels-last": sometimes(0.1),
-    "--dtype": lambda rng, trial: ["float32" if rng.random() < 0.1 else "float64"],
+    "--dtype": always("float64"),
     "--sync-bn": sometimes(0.25),
     "--grad-compress": "it rounds; tools/equivalence.py measures how much",
     "--find-unused-parameters": sometimes(0.1),
@@ -220,14 +196,11 @@ OPTIONS: dict[str, Drawer | str] = {
     "--keep-every": sometimes(0.2, "1", "2"),
     "--eval-only": MADE_BY_TRIAL,
     "--log-every": always("1", "2", "4", "50"),
-    "--tensorboard": sometimes(0.03),
+    "--tensorboard": "tests/test_log.py reads it",
     "--device": always("cpu"),
     "--deterministic": sometimes(0.1),
     "--check": MADE_BY_TRIAL,
 }
-
-
-# -------------------------------------------------------------------------------------- drawing
 
 
 def draw(seed: int, number: int) -> Trial:
@@ -308,11 +281,6 @@ def constrain(trial: Trial) -> Trial:
     if trial.part("nan_index") is not None:
         given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most steps
         task["nan_index"] = min(trial.part("nan_index"), trial.part("train") - 1)
-    if "--skip-corrupt" in given:
-        task.setdefault("corrupt", [1, trial.part("train") - 1])
-        task["corrupt"] = [index for index in task["corrupt"] if index < trial.part("train")]
-    else:
-        task.pop("corrupt", None)
 
     # The optimizer
     sgd = trial.value("--optimizer", "sgd") == "sgd"
@@ -327,19 +295,13 @@ def constrain(trial: Trial) -> Trial:
         given["--freeze"] = list(trainable) or ["conv.*"]
 
     # The schedule
-    if trial.value("--schedule") == "step":
-        given.setdefault("--step-epochs", ["1"])
-    elif trial.value("--schedule") in CYCLES:
-        given["--step-epochs"] = given.get("--step-epochs", ["2"])[:1]
-    else:
+    if trial.value("--schedule", "cosine") != "cosine":
+        given.pop("--final-lr", None)
+    if trial.value("--schedule") not in ("step", *CYCLES):
         given.pop("--step-epochs", None)
         given.pop("--step-gamma", None)
     if float(trial.value("--warmup-epochs", "0")) > trial.epochs:
         given["--warmup-epochs"] = ["0.5"]
-
-    # Precision
-    if "--amp" in given:
-        given["--dtype"] = ["float32"]
 
     # Modes
     if trial.mode == "dp":
@@ -347,16 +309,12 @@ def constrain(trial: Trial) -> Trial:
     shards = [n for mode, n in (trial_mode(trial), trial.resume, trial.evaluate) if mode == "fsdp"]
     if shards:
         given.pop("--channels-last", None)
-        if trial.value("--amp") == "fp16":
-            given["--amp"] = ["bf16"]
         if trial.part("unused") == "rarely":  # torch waits for the gradient that a rank lacks
             task["unused"] = "never"
     if not shards or any(n % int(trial.value("--shard-size", "1")) for n in shards):
         given.pop("--shard-size", None)
     if not may_resume(trial):
         trial.resume = trial_mode(trial)
-    if trial.rounded:
-        trial.evaluate = trial.resume if "resume" in trial.checks else trial_mode(trial)
     if trial.evaluate[0] == "dp" and "--sync-bn" in given:
         trial.evaluate = ("single", 1)
     if trial.part("unused") and any(mode in DDP for mode, _ in [*modes, trial.resume]):
@@ -376,8 +334,6 @@ def may_resume(trial: Trial) -> bool:
         return True
     if "--sync-bn" in trial.options and other == "dp":
         return False
-    if trial.rounded:
-        return same_numbers(trial)
     if trial.value("--scale-lr", "none") != "none" and n != m:
         return False
     if trial.cut_matters:
@@ -389,9 +345,6 @@ def same_numbers(trial: Trial) -> bool:
     """Whether the two modes compute the same bits."""
     (mode, n), (other, m) = trial_mode(trial), trial.resume
     return n == m and (mode == other or (mode in DDP and other in DDP))
-
-
-# ----------------------------------------------------------------------------- inside of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,17 +379,8 @@ class Prepare:
 
         if interruption["place"] == "step":
             after_step(interruption["at"], act)
-            return
-        calls = 0
-
-        def per_sample_metrics(original: Callable, outputs: Any, targets: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == interruption["at"]:
-                act()
-            return original(outputs, targets)
-
-        wrap_in_task("per_sample_metrics", per_sample_metrics)
+        else:
+            call_in_task("per_sample_metrics", interruption["at"] - 1, act)
 
 
 def train_in_pieces(
@@ -450,14 +394,11 @@ def train_in_pieces(
     del model.train
 
 
-# ----------------------------------------------------------------------------------- comparing
-
-
 def differences(ours: Any, theirs: Any, tolerance: float, where: str = "") -> Iterator[str]:
     """Yield the places at which two nested values differ: with tolerance 0, in any bit."""
     if isinstance(theirs, dict):
         if not isinstance(ours, dict) or ours.keys() != theirs.keys():
-            yield f"{where}: {shorten(ours)} has other keys than {shorten(theirs)}"
+            yield f"{where}: {ours!s:.99} has other keys than {theirs!s:.99}"
             return
         for key in theirs.keys() - {"fused", "foreach"}:  # they belong to the mode
             yield from differences(ours[key], theirs[key], tolerance, f"{where}.{key}".lstrip("."))
@@ -472,22 +413,13 @@ def differences(ours: Any, theirs: Any, tolerance: float, where: str = "") -> It
         limit = 0 if exact else tolerance
         same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
         if not same or not torch.allclose(ours, theirs, rtol=limit, atol=limit, equal_nan=True):
-            yield f"{where}: {shorten(ours)} instead of {shorten(theirs)}"
+            yield f"{where}: {ours!s:.99} instead of {theirs!s:.99}"
     elif isinstance(theirs, float) and isinstance(ours, float):
         close = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
         if not close and not (math.isnan(ours) and math.isnan(theirs)):
             yield f"{where}: {ours!r} instead of {theirs!r}"
     elif ours != theirs:
-        yield f"{where}: {shorten(ours)} instead of {shorten(theirs)}"
-
-
-def shorten(value: Any) -> str:
-    if isinstance(value, dict):
-        value = list(value)
-    if isinstance(value, torch.Tensor):
-        value = value.flatten()[:4].tolist()
-    text = repr(value)
-    return text if len(text) < 100 else f"{text[:97]}..."
+        yield f"{where}: {ours!s:.99} instead of {theirs!s:.99}"
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -507,9 +439,6 @@ class Violation(Exception):
 def expect(condition: Any, invariant: str, message: str) -> None:
     if not condition:
         raise Violation(invariant, message)
-
-
-# ------------------------------------------------------------------------------ running a trial
 
 
 class Runs:
@@ -553,16 +482,7 @@ class Runs:
         self.task.write_text("\n".join(lines) + "\n")
 
     def run(
-        self,
-        name: str,
-        mode: str,
-        n: int,
-        argv: list[str],
-        cut: tuple | None = None,
-        check: bool = False,
-        interruption: dict[str, Any] | None = None,
-        output: Path | None = None,
-        whole: bool = True,
+        self, name: str, mode: str, n: int, argv: list[str], output: Path | None = None, **more: Any
     ) -> harness.Result:
         """Train; raise Violation if a process or a file is left."""
         self.count += 1
@@ -572,17 +492,18 @@ class Runs:
         output = output or scratch / "run"
         argv = [*of_mode(mode, argv), "--task", str(self.task), "--output-dir", str(output)]
         if self.verbose:
-            how = f" (slices as of {cut[0]} {cut[1]})" if cut else ""
-            how += f" (interrupted: {interruption})" if interruption else ""
+            how = "".join(f", {what} {value}" for what, value in more.items() if value)
             devices = [] if mode == "single" else [str(n)]
-            shown = ["bash", "run.sh", mode, *devices, *argv]
-            print(f"  {name}{how}: {' '.join(shown)}", flush=True)
-        sabotage = self.sabotage if cut is None and name != "one-device" else None
-        prepare = Prepare(scratch, f"train_{mode}", check, cut, interruption, sabotage)
+            print(
+                f"  {name}{how}: {' '.join(['bash', 'run.sh', mode, *devices, *argv])}", flush=True
+            )
+        sabotage = self.sabotage if name != "one-device" else None
+        prepare = Prepare(scratch, f"train_{mode}", sabotage=sabotage, **more)
         result = harness.train(mode, n, *argv, folder=scratch, patch=prepare)
         for label, text in (("out", result.out), ("err", result.err)):
             (scratch / label).write_text(text)
-        for kept in (scratch / "cwd", scratch / "tmp") if whole else ():
+        killed = (more.get("interruption") or NOTHING)["kind"] == "SIGKILL"
+        for kept in () if killed else (scratch / "cwd", scratch / "tmp"):
             left = sorted(path.name for path in kept.iterdir())
             expect(not left, "end", f"{name}: left in {kept.name}: {', '.join(left[:3])}")
         pids = processes_in(scratch)
@@ -601,14 +522,12 @@ class Runs:
         if trial.part("nan_index") is None:
             return set()
         argv = of_mode("single", trial.argv(sync_bn=None, find_unused_parameters=None))
-        with alone, contextlib.redirect_stderr(io.StringIO()):
-            args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
-            train = harness.keyed(fuzzed.make_task(trial.task)[0](args)[0], args)
-            length = len(train.dataset)
-            labels = [int(train.__getitems__((0, [index]))[1]) for index in range(length)]
+        args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
+        train = fuzzed.make_task(trial.task)[0](args)[0]
+        labels = [int(train[index][1]) for index in range(len(train))]
         bad, batch = set(), args.batch_size
         for epoch in range(trial.epochs):
-            order = harness.order_of(length, args.seed, epoch)[: trial.steps * batch]
+            order = harness.order_of(len(train), args.seed, epoch)[: trial.steps * batch]
             nans = [p for p, index in enumerate(order) if labels[index] & fuzzed.NAN_LOSS]
             bad |= {(epoch, place // batch + 1) for place in nans}
         return bad
@@ -620,8 +539,6 @@ class Runs:
         declared: tuple[str, ...] = (),
     ) -> None:
         expect(result.code in codes, "end", f"exit code {result.code}: {last_lines(result.err)}")
-        if "--skip-corrupt" in self.trial.options:
-            declared += (UNREADABLE,)
         if "--find-unused-parameters" in self.trial.options:  # torch tells when it was not needed
             declared += (NONE_UNUSED,)
         pattern = "|".join(declared) or "nothing"
@@ -639,12 +556,9 @@ class Runs:
                 if total % every == 0 or step == steps:
                     wanted.append(("train", epoch, step, total))
             wanted.append(("eval", epoch, None, (epoch + 1) * steps))
-        try:
-            lines = read_log(folder)
-            places = ("event", "epoch", "step", "global_step")
-            found = [tuple(line.get(place) for place in places) for line in lines]
-        except (ValueError, KeyError, TypeError) as error:
-            raise Violation("log", f"metrics.jsonl is malformed: {error!r}") from error
+        lines = read_log(folder)
+        places = ("event", "epoch", "step", "global_step")
+        found = [tuple(line.get(place) for place in places) for line in lines]
         wanted = wanted if complete else wanted[: len(found)]
         expect(found == wanted, "log", f"lines {found} instead of {wanted}")
         before = 0
@@ -660,8 +574,6 @@ class Runs:
             window = [divmod(step, steps) for step in range(before, line["global_step"])]
             bad = sum((epoch, step + 1) in self.bad_steps for epoch, step in window)
             before = line["global_step"]
-            if trial.value("--amp") == "fp16":  # its scale makes other steps overflow, too
-                continue
             expect(line["skipped"] == bad, "log", f"{where}: skipped {line['skipped']}, not {bad}")
             expect((line["loss"] is None) == (bad > 0), "log", f"{where}: loss {line['loss']}")
 
@@ -671,14 +583,8 @@ class Runs:
         names = {path.name for path in folder.iterdir()}
         keep = int(trial.value("--keep-every", "0"))
         numbers = range(keep, trial.epochs + 1, keep) if keep else ()
-        kept = {f"epoch-{epoch:04}.pt" for epoch in numbers}
-        wanted = {"last.pt", "metrics.jsonl", *kept}
-        missing = wanted - names
-        expect(not missing, "state", f"missing: {', '.join(sorted(missing))}")
-        events = {name for name in names if name.startswith("events.")}
-        events = events if "--tensorboard" in trial.options else set()
-        extra = names - wanted - {"best.pt"} - events
-        expect(not extra, "end", f"left in the output directory: {', '.join(sorted(extra))}")
+        wanted = {"last.pt", "metrics.jsonl", *(f"epoch-{epoch:04}.pt" for epoch in numbers)}
+        expect(names - {"best.pt"} == wanted, "state", f"the directory holds {sorted(names)}")
         last = load(folder / "last.pt")
         place = (last["epoch"], last["step"], last["global_step"])
         whole = (trial.epochs, 0, trial.epochs * trial.steps)
@@ -696,35 +602,16 @@ class Runs:
             epoch = load(folder / "best.pt")["epoch"]
             right = epoch == scores.index(best) + 1
             expect(right, "state", f"best.pt is of epoch {epoch}: {scores}")
-        for path in folder.glob("*.pt"):
-            self.expect_constants(path)
-
-    def expect_constants(self, path: Path) -> None:
-        net = nn.Module()
-        fuzzed.add_buffers(net, self.trial.part("buffers"))
-        net.to(getattr(torch, self.trial.value("--dtype")))
-        checkpoint = load(path)
-        for part in ("model", "average"):
-            for name, value in net.state_dict().items():
-                if name in checkpoint[part] and name != "buffer_counter":
-                    different = list(differences(checkpoint[part][name], value, 0, name))
-                    changed = f"{path.name}: {part}: a constant has changed: {different}"
-                    expect(not different, "state", changed)
-        average = checkpoint["average"]
-        if self.trial.value("--average") == "ema" and average["n_averaged"]:
-            ours, theirs = (part.get("buffer_counter") for part in (average, checkpoint["model"]))
-            text = f"{path.name}: the average counts {ours}, the model {theirs}"
-            expect(ours is None or ours.equal(theirs), "state", text)
 
     def compare_with_one_device(self, undisturbed: harness.Result) -> None:
         trial = self.trial
-        changes: dict[str, Any] = dict.fromkeys(("scale_lr", "tensorboard"))
+        changes: dict[str, Any] = {"scale_lr": None}
         changes["workers"] = ["0"]
         factor = {"linear": trial.n, "sqrt": math.sqrt(trial.n)}.get(trial.value("--scale-lr"), 1)
         changes["lr"] = [repr(float(trial.value("--lr")) * factor)]
         cut = None
         forward_counts = "counter" in trial.part("buffers") or bool(trial.part("eval_noise"))
-        if trial.rounded or (trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1):
+        if trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1:
             return
         if trial.mode == "single":
             batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
@@ -748,10 +635,8 @@ class Runs:
             ranks = trial.n if trial.mode in RANKS else 1
             interruption = {**trial.interruption, "rank": trial.interruption["rank"] % ranks}
         run = functools.partial(self.run, output=output)
-        killed = kind == "SIGKILL"
-        how = {"interruption": interruption, "whole": not killed}
-        cut = run("interrupted", trial.mode, trial.n, trial.argv(), **how)
-        if not killed:
+        cut = run("interrupted", trial.mode, trial.n, trial.argv(), interruption=interruption)
+        if kind != "SIGKILL":
             codes = frozenset({0, SIGNALS.get(kind, 0)})
             self.expect_end(cut, codes, (STOPPED,) if kind else ())
         else:
@@ -820,63 +705,50 @@ def last_lines(text: str) -> str:
     return " | ".join(text.strip().splitlines()[-3:])[-500:]
 
 
-def processes_in(folder: Path) -> list[int]:
+def processes_in(folder: Path) -> list[str]:
     """Return the processes whose working directory is below the folder."""
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{name}/cwd").startswith(f"{folder}/"):
-                    found.append(int(name))
+    for place in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            found += [place.parent.name] * os.readlink(place).startswith(f"{folder}/")
     return found
 
 
-# ------------------------------------------------------------------------------------ shrinking
+def without(trial: Trial) -> dict[str, Trial]:
+    """Return, by the name of each part that shrinking may drop, the trial without it."""
+    found: dict[str, Trial] = {}
 
+    def add(name: str, **changes: Any) -> None:
+        found[name] = constrain(dataclasses.replace(copy.deepcopy(trial), **changes))
 
-def droppable(trial: Trial) -> list[str]:
-    """Name the parts that shrinking may drop."""
-    fixed = {"--epochs", "--batch-size", "--lr", "--dtype", "--log-every"}
-    fixed |= {"--timeout", "--device", "--workers"}
-    names = [f"checks.{name}" for name in trial.checks]
-    names += ["interruption"] if trial.interruption else []
-    names += ["resume"] if trial.resume != trial_mode(trial) else []
-    names += ["evaluate"] if trial.evaluate != trial_mode(trial) else []
-    names += [f"buffers.{name}" for name in trial.part("buffers")]
-    names += [f"task.{name}" for name in trial.task if name not in ("train", "held_out")]
-    names += [name for name in trial.options if name not in fixed]
-    names += ["ddp"] if trial.mode == "spawn" else []
-    names += ["devices"] if trial.n > 1 else []
-    names += ["single"] if trial.mode != "single" else []
-    return names
+    def add_mode(name: str, *other: Any) -> None:
+        same = [f for f in ("resume", "evaluate") if getattr(trial, f) == trial_mode(trial)]
+        add(name, mode=other[0], n=other[1], **dict.fromkeys(same, other))
 
-
-def drop(trial: Trial, name: str) -> Trial:
-    """Return the trial without the part."""
-    smaller = copy.deepcopy(trial)
-    kind, _, rest = name.partition(".")
-    if kind == "checks":
-        smaller.checks = tuple(check for check in trial.checks if check != rest)
-    elif name == "interruption":
-        smaller.interruption = None
-    elif name in ("resume", "evaluate"):
-        setattr(smaller, name, trial_mode(trial))
-    elif kind == "buffers":
-        smaller.task["buffers"] = [buffer for buffer in trial.part("buffers") if buffer != rest]
-    elif kind == "task":
-        smaller.task.pop(rest, None)
-        if rest == "corrupt":
-            smaller.options.pop("--skip-corrupt", None)
-    elif name in ("ddp", "single", "devices"):
-        fewer = (trial.mode, trial.n - 1)
-        other = {"ddp": ("ddp", trial.n), "single": ("single", 1), "devices": fewer}[name]
-        for field in ("resume", "evaluate"):
-            if getattr(smaller, field) == trial_mode(trial):
-                setattr(smaller, field, other)
-        smaller.mode, smaller.n = other
-    else:
-        smaller.options.pop(name, None)
-    return constrain(smaller)
+    for check in trial.checks:
+        add(f"checks.{check}", checks=tuple(c for c in trial.checks if c != check))
+    if trial.interruption:
+        add("interruption", interruption=None)
+    for field in ("resume", "evaluate"):
+        if getattr(trial, field) != trial_mode(trial):
+            add(field, **{field: trial_mode(trial)})
+    buffers, task, options = trial.part("buffers"), trial.task, trial.options
+    for name in buffers:
+        add(
+            f"buffers.{name}",
+            task=task | {"buffers": [other for other in buffers if other != name]},
+        )
+    for name in [name for name in task if name not in ("train", "held_out")]:
+        add(f"task.{name}", task={key: value for key, value in task.items() if key != name})
+    for name in [name for name in options if name not in KEPT]:
+        add(name, options={key: values for key, values in options.items() if key != name})
+    if trial.mode == "spawn":
+        add_mode("ddp", "ddp", trial.n)
+    if trial.n > 1:
+        add_mode("devices", trial.mode, trial.n - 1)
+    if trial.mode != "single":
+        add_mode("single", "single", 1)
+    return found
 
 
 def attempt(
@@ -894,64 +766,39 @@ def attempt(
     return None
 
 
-def shrink(
-    trial: Trial, violation: Violation, folder: Path, sabotage: Sabotage
-) -> tuple[Trial, Violation, list[str]]:
-    """Drop parts as long as the same invariant is violated; return what is left, and the names."""
-    dropped: list[str] = []
-    tries = 0
-    for name in droppable(trial):
-        smaller = drop(trial, name)
-        if tries >= SHRINK_TRIES or smaller == trial:
-            continue
-        tries += 1
-        again = attempt(smaller, folder, sabotage)
-        if again and again.invariant == violation.invariant:
-            trial, violation = smaller, again
-            dropped.append(name)
-    return trial, violation, dropped
-
-
-def command(trial: Trial, dropped: list[str]) -> str:
-    text = f"bash run.sh fuzz --seed {trial.seed} --trial {trial.number}"
-    return f"{text} --drop {' '.join(name.lstrip('-') for name in dropped)}" if dropped else text
-
-
-def describe(trial: Trial) -> str:
-    """Tell in a few lines what a trial is."""
+def describe(trial: Trial, dropped: list[str]) -> str:
+    """Tell in a few lines what a trial is, and how to repeat it."""
     shown = " ".join(" ".join([name, *values]) for name, values in sorted(trial.options.items()))
-    interruption = trial.interruption
-    how = "not interrupted"
-    if interruption:
-        how = "{kind} in {place} {at} of rank {rank}".format(**interruption)
+    how = "{kind} in {place} {at} of rank {rank}".format(**trial.interruption or NOTHING)
     resume, evaluate = (" ".join(map(str, place)) for place in (trial.resume, trial.evaluate))
-    checks = ", ".join(trial.checks) or "none"
+    drop = f" --drop {' '.join(name.lstrip('-') for name in dropped)}" if dropped else ""
     return (
-        f"  {trial.mode} {trial.n}, {how}, resumed in {resume}, "
-        f"evaluated in {evaluate}; checks: {checks}\n"
-        f"  options: {shown}\n  task: {trial.task}"
+        f"  {trial.mode} {trial.n}, {how}, resumed in {resume}, evaluated in {evaluate}; "
+        f"checks: {', '.join(trial.checks)}\n  options: {shown}\n  task: {trial.task}\n"
+        f"  again with: bash run.sh fuzz --seed {trial.seed} --trial {trial.number}{drop}"
     )
 
 
-# ------------------------------------------------------------------------------------- campaign
-
-
 def run_one(trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool, shrinking: bool) -> str:
-    """Run a trial; return the report of its violation, or nothing."""
-    place = folder / f"trial-{trial.number}"
-    violation = attempt(trial, place, sabotage, verbose)
+    """Run a trial; return the report of its violation, or nothing.
+
+    Shrinking drops parts as long as the same invariant is violated.
+    """
+    place, scratch = folder / f"trial-{trial.number}", folder / f"shrink-{trial.number}"
+    violation, dropped = attempt(trial, place, sabotage, verbose), []
     if not violation:
         shutil.rmtree(place)
         return ""
-    dropped: list[str] = []
-    if shrinking:
-        smaller = folder / f"shrink-{trial.number}"
-        trial, violation, dropped = shrink(trial, violation, smaller, sabotage)
-        shutil.rmtree(smaller, ignore_errors=True)
-        if dropped:
-            attempt(trial, place, sabotage)  # leaves the folder of the smaller trial
-    report = f"trial {trial.number}: {violation}\n{describe(trial)}\n"
-    return f"{report}  again with: {command(trial, dropped)}\n  kept: {place}"
+    for name in [*without(trial)][:SHRINK_TRIES] if shrinking else ():
+        smaller = without(trial).get(name, trial)
+        again = attempt(smaller, scratch, sabotage) if smaller != trial else None
+        if again and again.invariant == violation.invariant:
+            trial, violation = smaller, again
+            dropped.append(name)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if dropped:
+        attempt(trial, place, sabotage)  # leaves the folder of the smaller trial
+    return f"trial {trial.number}: {violation}\n{describe(trial, dropped)}\n  kept: {place}"
 
 
 def new_folder() -> Path:
@@ -975,9 +822,9 @@ def main(argv: list[str] | None = None, sabotage: Sabotage = None) -> int:
     trials = [draw(args.seed, number) for number in numbers]
     for part in args.drop:
         name = f"--{part}" if f"--{part}" in OPTIONS else part
-        trials = [drop(trial, name) for trial in trials]
+        trials = [without(trial).get(name, trial) for trial in trials]
     if one:
-        print(f"trial {args.trial}, seed {args.seed}\n{describe(trials[0])}", flush=True)
+        print(f"trial {args.trial}, seed {args.seed}\n{describe(trials[0], args.drop)}", flush=True)
     shrinking, reports = not args.no_shrink and not args.drop, []
     executor = ThreadPoolExecutor(SIDE_BY_SIDE)
     try:

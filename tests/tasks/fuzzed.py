@@ -32,7 +32,6 @@ DEFAULTS: dict[str, Any] = {
     "augment": False,
     "wrap": "",  # subset, random_split, concat, own
     "inputs": "tensor",  # dict, tuple, namedtuple
-    "corrupt": [],  # training samples that raise OSError
     "nan_index": None,  # the training sample whose loss is NaN
     "norm": "",  # batch, batch_mean, instance, instance_tracked, layer, group
     "dropout": 0.0,
@@ -54,29 +53,16 @@ Pair = namedtuple("Pair", "image, extra")
 # ----------------------------------------------------------------------------------------- data
 
 
-class Unreadable(ImagesInMemory):
-    """The shipped data set; some of its samples raise OSError."""
-
-    bad: frozenset[int] = frozenset()
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        if bad := self.bad & set(indices):
-            raise OSError(f"sample-{min(bad)}: broken on purpose")
-        return super().__getitems__(indices)
-
-
 class Drawn(Dataset):
     """Draws from the generators of torch, Python and numpy when a sample is fetched."""
 
-    def __init__(self, images: Tensor, labels: Tensor, bad: frozenset[int]) -> None:
-        self.images, self.targets, self.bad = images, labels, bad
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.targets = images, labels
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index in self.bad:
-            raise OSError(f"sample-{index}: broken on purpose")
         noise = torch.randint(0, 20, (1, SIZE, SIZE)) + random.randrange(10) + np.random.randint(10)
         return (self.images[index] // 2 + noise).to(torch.uint8), self.targets[index]
 
@@ -141,23 +127,18 @@ def build_train(spec: dict[str, Any]) -> Dataset:
     images, labels = make_images(spec["train"] + spare, seed=1)
     if spec["nan_index"] is not None:
         labels[spec["nan_index"]] += NAN_LOSS
-    bad = frozenset(spec["corrupt"])
 
-    def base(part: slice, bad: frozenset[int]) -> Dataset:
+    def base(part: slice) -> Dataset:
         if spec["data"] == "drawn":
-            return Drawn(images[part], labels[part], bad)
+            return Drawn(images[part], labels[part])
         augment = {"shift": 1, "flip": True} if spec["augment"] else {}
-        dataset = Unreadable(images[part], labels[part], **augment)
-        dataset.bad = bad
-        return dataset
+        return ImagesInMemory(images[part], labels[part], **augment)
 
     if spec["wrap"] == "concat":
         half = spec["train"] // 2
-        second = frozenset(index - half for index in bad if index >= half)
-        parts = [base(slice(0, half), frozenset(i for i in bad if i < half))]
-        dataset: Dataset = ConcatDataset([*parts, base(slice(half, None), second)])
+        dataset: Dataset = ConcatDataset([base(slice(0, half)), base(slice(half, None))])
     else:
-        dataset = base(slice(None), bad)
+        dataset = base(slice(None))
     generator = torch.Generator().manual_seed(5)
     if spec["wrap"] == "subset":
         chosen = torch.randperm(len(labels), generator=generator)[: spec["train"]]
@@ -177,7 +158,7 @@ def build_held_out(spec: dict[str, Any]) -> Dataset:
     if spec["metric"] == "nan":
         labels[len(labels) // 2] += NAN_METRIC
     drawn = spec["data"] == "drawn"
-    dataset = Drawn(images, labels, frozenset()) if drawn else ImagesInMemory(images, labels)
+    dataset = Drawn(images, labels) if drawn else ImagesInMemory(images, labels)
     if spec["inputs"] == "tensor":
         return dataset
     return (Nested if drawn else NestedBatches)(dataset, spec["inputs"])
