@@ -30,7 +30,7 @@ def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
     parser.add_argument("--label-smoothing", type=float, default=0.0)
     parser.set_defaults(dataset="imagefolder", model="resnet9", task="task.py", device="auto")
     parser.set_defaults(batch_size=64, workers=0, epochs=30)
-    parser.set_defaults(dtype="float32", pretrained=False, download=False)
+    parser.set_defaults(dtype="float32", pretrained=False, download=False, compile=False)
     args = parser.parse_args()
     if args.device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
