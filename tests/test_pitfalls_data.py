@@ -307,18 +307,19 @@ def test_pitfall_26_ranks_have_equally_many_batches():
 def test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch(kind, files, tmp_path):
     import odd
 
-    from tasks.images import ImageFiles, ImagesInMemory
+    from tasks.images import ImagesInMemory, pipeline, read_image
 
     generator = torch.Generator().manual_seed(0)
     shape = (40, 3, 80, 80) if files else (40, 1, 8, 8)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     if files:
+        from torchvision.datasets import ImageFolder
         from torchvision.io import write_jpeg
 
+        (tmp_path / "class").mkdir()
         for i, image in enumerate(images):
-            write_jpeg(image, str(tmp_path / f"{i}.jpg"))
-        samples = [(str(tmp_path / f"{i}.jpg"), 0) for i in range(40)]
-        plain = ImageFiles(samples, 64, training=True)
+            write_jpeg(image, str(tmp_path / "class" / f"{i:02}.jpg"))
+        plain = ImageFolder(tmp_path, pipeline(64, training=True), loader=read_image)
     else:
         plain = ImagesInMemory(images, torch.arange(40), shift=1, flip=True)
     wrapped = odd.wrap(odd.wrap(plain, kind), kind)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path += [str(ROOT), str(ROOT / "tasks")]
@@ -19,8 +19,8 @@ sys.path += [str(ROOT), str(ROOT / "tasks")]
 def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
     """Return the options, the training set and the network on the CPU.
 
-    The options have the names of the project's own. A batch of the set comes ready from
-    `__getitems__`, so a DataLoader needs a `collate_fn` that changes nothing: `as_it_is`.
+    The options have the names of the project's own. A set in memory gives a batch that is ready,
+    by `__getitems__`, so a DataLoader needs `collate`, which leaves that as it is.
     """
     parser = argparse.ArgumentParser()
     for name in ("--dataset", "--data-dir", "--model", "--task", "--device"):
@@ -42,5 +42,5 @@ def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
     return args, task.build_datasets(args)[0], task.build_model(args)
 
 
-def as_it_is(batch: object) -> object:
-    return batch
+def collate(batch: object) -> object:
+    return default_collate(batch) if isinstance(batch, list) else batch

@@ -2,7 +2,7 @@
 
 import torch
 from accelerate import Accelerator
-from given import as_it_is, given
+from given import collate, given
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -14,7 +14,7 @@ loader = DataLoader(
     shuffle=True,
     num_workers=args.workers,
     persistent_workers=args.workers > 0,
-    collate_fn=as_it_is,
+    collate_fn=collate,
     drop_last=True,
 )
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from given import as_it_is, given
+from given import collate, given
 from lightning.fabric import Fabric
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -17,7 +17,7 @@ loader = DataLoader(
     shuffle=True,
     num_workers=args.workers,
     persistent_workers=args.workers > 0,
-    collate_fn=as_it_is,
+    collate_fn=collate,
     drop_last=True,
 )
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from given import as_it_is, given
+from given import collate, given
 from lightning import LightningModule, Trainer
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -33,7 +33,7 @@ loader = DataLoader(
     shuffle=True,
     num_workers=args.workers,
     persistent_workers=args.workers > 0,
-    collate_fn=as_it_is,
+    collate_fn=collate,
     drop_last=True,
 )
 trainer.fit(Classifier(net), loader)

@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from given import as_it_is, given
+from given import collate, given
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -26,7 +26,7 @@ loader = DataLoader(
     sampler=sampler,
     num_workers=args.workers,
     persistent_workers=args.workers > 0,
-    collate_fn=as_it_is,
+    collate_fn=collate,
     drop_last=True,
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
