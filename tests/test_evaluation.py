@@ -85,7 +85,13 @@ def print_files(mode, rank):
 
 @pytest.mark.parametrize(
     ("mode", "n"),
-    [("ddp", 2), *(pytest.param(*run, marks=pytest.mark.full) for run in (("dp", 2), ("fsdp", 2)))],
+    [
+        ("ddp", 2),
+        *(
+            pytest.param(*run, marks=pytest.mark.full)
+            for run in (("single", 1), ("dp", 2), ("fsdp", 2))
+        ),
+    ],
 )
 def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n, tmp_path):
     argv = (*BASE, "--epochs", "2", "--keep-every", "2", "--save-every", "3")
