@@ -16,7 +16,7 @@ def tree_of(text):
     return ast.dump(ast.parse(text))
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_every_mutant_applies_exactly_once_and_compiles():
     for mutant in mutants.MUTANTS:
         broken, text = mutant.apply(ROOT), (ROOT / mutant.file).read_text()
@@ -41,7 +41,7 @@ def test_there_are_many_but_not_too_many_and_all_differ():
     assert sum(len(path.read_text().splitlines()) for path in paths) <= 800
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_the_tests_that_should_notice_them_exist():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "tests"]
     command += ["-p", "no:xdist", "-p", "no:cacheprovider"]
