@@ -147,7 +147,7 @@ mutant("augmentation: per-sample seed without the index", "sampling", "seed_gene
 mutant("augmentation: the epoch is not told", "sampling", "KeyedDataset.epoch_key = splitmix64(self.seed, epoch)", "self.epoch_key = splitmix64(self.seed, epoch)",
        f"{AUGMENTED}[0-3-0-in memory]")
 mutant("augmentation: keys without the seed", "sampling", "KeyedDataset.epoch_key = splitmix64(self.seed, epoch)", "KeyedDataset.epoch_key = splitmix64(0, epoch)",
-       "test_small_image_files_are_keyed_by_the_sample")
+       "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it")
 mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDataset.epoch_key, keys", "splitmix64(0, keys",
        "test_keyed_uniform_is_uniform_and_depends_on_everything")
 mutant("seed_rng: without the step", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(seed, micro_batch) %", REPLICA)
@@ -172,17 +172,21 @@ mutant("task: trained on held-out images", "task", "Digits(images[:1437], labels
 mutant("task: digits not shifted", "task", "labels[:1437], shift=1)", "labels[:1437], shift=0)", "test_digits_are_shifted_by_one_pixel_in_training")
 mutant("task: shift to one side only", "task", "(2 * self.shift + 1)", "(self.shift + 1)", "test_shift_moves_the_image_by_at_most_one_pixel")
 mutant("task: every image mirrored", "tasks/images", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
-       "test_flip_mirrors_about_every_second_image_and_shift_cuts_a_window")
+       "test_arrays_are_augmented_in_training_only")
 mutant("task: label smoothing ignored", "tasks/images", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "test_metrics_of_the_default_task")
 mutant("folders: test before val", "tasks/images", '("val", "test") if (root', '("test", "val") if (root', "test_folders_are_classes_and_val_goes_before_test")
-mutant("folders: augmented in evaluation", "tasks/images", "ImageFiles(val.samples, size, False)", "ImageFiles(val.samples, size, True)",
-       "test_folders_are_classes_and_val_goes_before_test")
-mutant("photograph: crop without the seed and the epoch", "tasks/images", "torch.default_generator.manual_seed(sample_key(index))", "torch.default_generator.manual_seed(index)",
-       "test_crop_is_keyed_by_the_sample_the_epoch_and_the_seed")
+mutant("folders: augmented in evaluation", "tasks/images", "pipeline(size, False)", "pipeline(size, True)",
+       "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it")
+mutant("photograph: not cropped at random", "tasks/images", "v2.RandomResizedCrop(size), v2", "v2.Resize((size, size)), v2",
+       "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
+mutant("small image: a larger shift", "tasks/images", "padding=size // 8", "padding=size // 4",
+       "test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored")
+mutant("image file: lower bits of sixteen", "tasks/images", 'if image.mode.startswith("I"):', "if False:",
+       "test_upper_eight_of_sixteen_bits_of_grey_are_read")
 mutant("normalise: not divided", "tasks/images", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)",
        "test_network_sees_each_channel_normalised_in_its_precision")
-mutant("task: classes without names", "tasks/images", "held_out.classes = val.classes", "", "test_checkpoint_names_the_classes")
+mutant("task: classes without names", "tasks/images", "sets[-1].classes = source.classes", "pass", "test_arrays_are_augmented_in_training_only")
 
 # train_single.py and train_dp.py
 
