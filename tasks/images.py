@@ -135,10 +135,13 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
     if not (root / "train").is_dir() or folder is None:
         wanted = "train/ and val/ (or test/), each with one folder per class"
         raise UsageError(f"--data-dir {root}: needs {wanted}")
+    size = args.image_size or DATASETS["imagefolder"][1]
     try:
-        size = args.image_size or DATASETS["imagefolder"][1]
-        train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
-        val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
+        if size < 64:
+            train, val = SmallImages(root / "train", size, size // 8), SmallImages(folder, size)
+        else:
+            train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
+            val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
     except FileNotFoundError as error:  # no class, or a class without an image
         raise UsageError(f"--data-dir {root}: {error}") from error
     if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
@@ -149,10 +152,7 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
 
 
 def pipeline(size: int, training: bool) -> v2.Transform:
-    """Return the transforms of an image file. Images below 64 pixels are resized to the frame."""
-    if size < 64:
-        shifted = [v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()]
-        return v2.Compose([v2.Resize((size, size)), *(shifted if training else ())])
+    """Return the transforms of a photograph."""
     if training:
         return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
     return v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size)])
@@ -217,6 +217,31 @@ class ImagesInMemory(Dataset):
         draws = keyed_uniform(indices, 3)
         images = shift_and_flip(self.windows, np.asarray(indices), draws, self.flip)
         return images, self.targets[indices]
+
+
+class SmallImages(datasets.ImageFolder):
+    """Image files of less than 64 pixels -> (uint8 [3, size, size], int64 []), as ImagesInMemory.
+
+    They are shifted and mirrored as a whole batch: one by one would take six times as long.
+    """
+
+    whole_batches = True
+
+    def __init__(self, root: Path, size: int, shift: int = 0) -> None:
+        super().__init__(root, loader=read_image)
+        self.frame, self.shift = [size, size], shift
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, targets = self.__getitems__([int(index)])
+        return images[0], targets[0]
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        images = [self.loader(self.samples[index][0]) for index in indices]
+        batch = torch.stack([v2.functional.resize(image, self.frame) for image in images])
+        if self.shift:
+            draws, rows = keyed_uniform(indices, 3), np.arange(len(indices))
+            batch = shift_and_flip(windows_of(batch, self.shift), rows, draws, flip=True)
+        return batch, torch.tensor([self.targets[index] for index in indices])
 
 
 # ------------------------------------------------------------------------------------------ models

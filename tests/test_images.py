@@ -182,17 +182,20 @@ def test_evaluation_resizes_the_shorter_side_and_takes_the_middle():
 
 
 @pytest.mark.parametrize(("size", "shift"), [(39, 4), (40, 5), (8, 1)])
-def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(size, shift):
-    torch.manual_seed(0)
-    image, augment = noise(3, size, size), task.pipeline(size, True)
+def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(size, shift, tmp_path):
+    image = noise(3, size, size)
+    args = image_tree(tmp_path, [image] * 200, "--image-size", str(size))
+    train_set, val_set = task.build_datasets(args)
+    image = fetched(val_set, 0, [0])[0]  # as it was decoded
     windows = windows_in(image, shift)
-    found = torch.tensor([windows[augment(image).numpy().tobytes()] for _ in range(200)])
+    seen = fetched(train_set, 0, range(200))
+    found = torch.tensor([windows[one.numpy().tobytes()] for one in seen])
     for axis in (0, 1):
         assert (found[:, axis].min(), found[:, axis].max()) == (0, 2 * shift), "to both sides"
         assert abs(found[:, axis].double().mean() - shift) < 0.15 * (2 * shift + 1)
     assert 70 < found[:, 2].sum() < 130
     assert len({tuple(row[:2]) for row in found.tolist()}) > min(40, (2 * shift + 1) ** 2 - 1)
-    assert task.pipeline(size, False)(image).equal(image)
+    assert fetched(val_set, 1, [0])[0].equal(image)
 
 
 @pytest.mark.parametrize(("name", "side", "flip"), [("mnist", 28, False), ("cifar10", 32, True)])

@@ -180,7 +180,7 @@ mutant("folders: augmented in evaluation", "tasks/images", "pipeline(size, False
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it")
 mutant("photograph: not cropped at random", "tasks/images", "v2.RandomResizedCrop(size), v2", "v2.Resize((size, size)), v2",
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
-mutant("small image: a larger shift", "tasks/images", "padding=size // 8", "padding=size // 4",
+mutant("small image: a larger shift", "tasks/images", "size, size // 8)", "size, size // 4)",
        "test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored")
 mutant("image file: lower bits of sixteen", "tasks/images", 'if image.mode.startswith("I"):', "if False:",
        "test_upper_eight_of_sixteen_bits_of_grey_are_read")
