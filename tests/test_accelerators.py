@@ -103,7 +103,10 @@ def test_restored_optimizer_has_the_strides_of_the_parameters(
         parameter.grad = torch.rand_like(parameter)
     first.optimizer.step()
     checkpoint = first.checkpoint()
+    for group in checkpoint["optimizer"]["param_groups"]:
+        group["foreach"] = "of another device"
     second.restore(checkpoint)
+    assert first.optimizer.param_groups[0]["foreach"] == second.optimizer.param_groups[0]["foreach"]
     saved = checkpoint["optimizer"]["state"]
     assert first.net[0].weight.stride() != second.net[0].weight.stride()
     for i, parameter in enumerate(second.net.parameters()):
@@ -270,6 +273,7 @@ def print_convolutions():
     for deterministic in (True, False):
         common.set_up_device("cpu", deterministic)
         print(torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
 def test_deterministic_convolutions_do_not_use_tf32():

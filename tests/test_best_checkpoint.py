@@ -88,6 +88,8 @@ SCORES = {
 def test_the_first_of_equal_scores_stays_the_best(tmp_path):
     for name, (scores, wanted) in SCORES.items():
         assert best_after(tmp_path / name, scores) == wanted, name
+        log = (tmp_path / name / "run" / "metrics.jsonl").read_text()
+        assert "NaN" not in log and "Infinity" not in log, "which is no JSON"
 
 
 def test_tie_is_kept_across_a_resume(tmp_path):

@@ -189,6 +189,9 @@ def test_scaler_skips_and_counts_non_finite_gradients_at_every_precision(amp, ba
     stepped, scaler = one_step(amp, bad)
     assert not stepped and scaler.skipped == 1 and scaler.in_a_row == 1
     assert scaler.grad_scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
+    _, resumed = one_step(amp, 1.0)
+    resumed.load_state_dict(scaler.state_dict())
+    assert resumed.in_a_row == 1, "a resumed run counts on"
 
 
 def test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum():
@@ -206,6 +209,15 @@ def test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum():
         optimizer.step()
         expected.step()
     assert weight.equal(net.weight), "bitwise what torch's own start gives"
+
+
+def test_options_reach_the_optimizer():
+    argv = "single --lr 0.5 --momentum 0.75 --weight-decay 0.25 --nesterov --optimizer".split()
+    net, wanted = nn.Linear(1, 1), {"lr": 0.5, "weight_decay": 0.25}
+    own = {"sgd": {"momentum": 0.75, "nesterov": True}, "adamw": {"betas": (0.75, 0.999)}}
+    for name, more in own.items():
+        (group,) = optimizer_of(make_args(*argv, name), net).param_groups
+        assert group | wanted | more == group, name
 
 
 def test_cyclic_schedule_has_no_cliff():

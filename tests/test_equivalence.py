@@ -154,6 +154,14 @@ def test_data_parallel_is_ddp_with_batchnorm(tmp_path):
     assert result.checkpoint()["model"]["between.running_mean"].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), full("dp", 2), full("spawn", 2)])
+def test_dropout_is_that_of_ddp(mode, n, tmp_path):
+    """In training alone; each rank and each replica draws its own numbers, in every step others."""
+    argv = (*BASE, "--model", "dropout")
+    result, reference = train(mode, n, *argv, folder=tmp_path), undisturbed("ddp", n, *argv)
+    assert max(compare(result, reference).values()) <= 1e-10
+
+
 def test_replicas_on_accelerators_have_their_own_random_streams(monkeypatch):
     class Accelerator:
         def device(self, index):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import faults
@@ -37,13 +38,34 @@ import machinery.run
 import machinery.usertask
 
 
+def come_late(rank):
+    """The last rank learns late what rank 0 has found; print when it does, and when each leaves."""
+    told, destroy = machinery.run.broadcast_object, dist.destroy_process_group
+
+    def late(value):
+        value = told(value)
+        if rank == 2:
+            time.sleep(0.5)
+            print("told", time.monotonic())
+        return value
+
+    machinery.run.broadcast_object = late
+    dist.destroy_process_group = lambda: (print("left", time.monotonic()), destroy())
+
+
 def test_early_end_of_all_ranks_has_its_exit_code(tmp_path):
-    """They know of it after they met: the folder belongs to a run that is still there."""
+    """They know of it after they met: the folder belongs to a run that is still there.
+
+    Gloo could end a rank with SIGABRT, while it still talks to one that is gone.
+    """
     folder = tmp_path / "run"
     folder.mkdir()
     with open(folder / "metrics.jsonl", "a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        result = train("ddp", 3, *ODD, "--model", "conv", folder=tmp_path)
+        argv = (*ODD, "--model", "conv")
+        result = train("ddp", 3, *argv, folder=tmp_path, patch=come_late)
+    left = printed(result.out, "left")
+    assert len(left) == 3 and min(left) > max(printed(result.out, "told"))
     assert result.code == 2 and "another run is writing there" in result.err, result.err
     assert "terminate called" not in result.err
 
@@ -291,6 +313,15 @@ def test_launcher_restarts_only_from_what_this_run_wrote(options, attempts, laun
 def test_when_the_launcher_restarts(endings, saves, signals, code, launches):
     found, attempts = launches(endings, saves=saves, signals=signals)
     assert found == code and len(attempts) == len(endings)
+
+
+def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
+    variables = {"LAUNCH_RENDEZVOUS_FILE": "/tmp/ranks", "RANK": "0", "WORLD_SIZE": "2"}
+    places = set()
+    for attempt in range(3):
+        monkeypatch.setattr(os, "environ", variables | {"TORCHELASTIC_RESTART_COUNT": str(attempt)})
+        places.add(machinery.process.init_method())
+    assert len(places) == 3 and all(place.startswith("file:///tmp/ranks") for place in places)
 
 
 @pytest.mark.parametrize("fault", ["raises", pytest.param("is killed", marks=pytest.mark.full)])

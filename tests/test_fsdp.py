@@ -179,13 +179,13 @@ def test_shards_in_bf16_compute_what_ddp_computes(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------ what is cut
 
 
-def shares_of(name):
+def shares_of(name, size):
     """Print this rank's share of the parameters' numbers after the network was sharded."""
     import machinery.modes
 
     net = NETS[name]()
     total = sum(parameter.numel() for parameter in net.parameters())
-    mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
+    mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), size)
     machinery.modes.shard(net, machinery.usertask.large_modules(net), mesh)
     own = sum(parameter.to_local().numel() for parameter in net.parameters())
     print(own / total)
@@ -195,8 +195,9 @@ NETS = {"mlp": lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])}
 
 
 def test_each_rank_holds_its_share():
-    shares = [float(out) for out in in_group(4, functools.partial(shares_of, "mlp"))]
-    assert max(shares) <= 0.26 and sum(shares) == pytest.approx(1)
+    for n, size, copies in ((4, None, 1), (4, 1, 4)):
+        shares = [float(out) for out in in_group(n, functools.partial(shares_of, "mlp", size))]
+        assert max(shares) <= 1.04 * copies / n and sum(shares) == pytest.approx(copies)
 
 
 def test_parts_that_are_sharded_each_for_itself():

@@ -1,5 +1,6 @@
 """Log lines and figures that are only printed or logged: each is computed here from what the run was given."""
 
+import functools
 import json
 import math
 import re
@@ -7,12 +8,14 @@ import shutil
 
 import pytest
 import torch
-from harness import TASKS, make_args, make_sampler, single_run, train
+import torch.distributed as dist
+from harness import TASKS, in_group, make_args, make_sampler, single_run, train
 from patches import BASE
-from runs import Batches, end, end_epoch, make_run, make_step, start_epoch
+from runs import Batches, Clock, end, end_epoch, make_run, make_step, start_epoch
 from short_runs import SMALL
 
 import common
+import machinery.run
 import machinery.usertask
 
 pytestmark = pytest.mark.usefixtures("handlers")
@@ -86,6 +89,22 @@ def test_first_line_after_a_resume(clock, tmp_path):
     lines = log_of(tmp_path)
     assert column(lines, "images_per_s") == [2 / 1.0, 5 / 4.125]
     assert column(lines, "loss") == [sum(map(sum, LOSSES[:4])) / 8, 8.125 / 5]
+
+
+def log_two_ranks(folder):
+    """On each rank: 3 and 2 samples a step."""
+    clock = machinery.run.time = Clock()
+    rank = dist.get_rank()
+    run = make_run(folder, "--log-every", 2, rank=rank, world_size=2)
+    start_epoch(run)
+    for _ in range(4):
+        clock.seconds += 0.5
+        make_step(run, [1.0] * (3 - rank))
+
+
+def test_speed_is_that_of_all_ranks(tmp_path):
+    in_group(2, functools.partial(log_two_ranks, tmp_path))
+    assert column(log_of(tmp_path), "images_per_s") == [10.0, 10.0]
 
 
 def figures(text):

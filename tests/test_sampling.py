@@ -1,6 +1,7 @@
 """Which samples a rank sees, in which order, how augmented and by whom loaded: properties checked over every small case."""
 
 import itertools
+import random
 import subprocess
 import sys
 from argparse import Namespace
@@ -149,6 +150,15 @@ def test_keyed_uniform_is_uniform_and_depends_on_everything():
     assert (uniform(0, 0, subset) == draws[subset]).all(), "whatever batch a sample comes in"
 
 
+def test_what_a_forward_draws_depends_on_its_place_in_the_run():
+    """On the seed, the step, the micro-batch and the rank."""
+    drawn = set()
+    for place in itertools.product(range(3), repeat=4):
+        sampling.seed_rng(*place)
+        drawn.add(torch.rand(()).item())
+    assert len(drawn) == 81
+
+
 def collect(dataset, workers, epoch, step=0, world_size=1):
     """Return {sample index: input} of an epoch as all ranks load it."""
     samples = {}
@@ -164,13 +174,13 @@ def collect(dataset, workers, epoch, step=0, world_size=1):
 
 
 class NoisyPerSample(Dataset):
-    """A plain map-style data set whose augmentation draws from torch's global generator, as torchvision's transforms do."""
+    """A plain map-style data set whose augmentation draws from the global generators, as torchvision's transforms do."""
 
     def __len__(self):
         return 30
 
     def __getitem__(self, index):
-        return torch.tensor(float(index)) + torch.rand(()), torch.tensor(index)
+        return torch.tensor([torch.rand(()), random.random(), np.random.rand()]), index
 
 
 @pytest.mark.parametrize(

@@ -18,24 +18,22 @@ def mutant(name: str, file: str, old: str, new: str, *tests: str) -> None:
 
 # Tests of three mutants or more
 AUGMENTED = "test_a_sample_is_augmented_alike_whoever_loads_it"
-AVERAGES = "test_ema_and_swa_are_what_they_say"
+AVERAGES = "test_ema_is_what_it_says"
 BITWISE = "test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one"
 BLAME = "test_end_of_a_run_is_told_by_the_rank_that_is_to_blame"
 CHANGED = "test_changed_option_that_would_change_the_run_is_refused_by_name"
 DIVERGED = "test_ten_skipped_steps_in_a_row_end_the_run"
-DURABLE = "test_save_is_durable_before_it_is_visible"
+DURABLE = "test_files_of_a_save_are_on_the_disk_before_they_appear"
 EQUAL = "test_mode_equals_one_device"
-EVAL_SEEDS = "test_seeds_of_an_evaluation_are_no_seeds_of_training"
-MASKS = "test_dropout_never_repeats"
+MASKS = "test_dropout_is_that_of_ddp"
 METER = "test_meter_is_the_exact_mean_over_uneven_and_empty_shards"
 NAN = "test_nan_is_skipped_in_every_mode"
-OPTIMIZER = "test_optimizer_has_what_the_options_say"
+OPTIMIZER = "test_options_reach_the_optimizer"
 PIECES = "test_pieces_of_all_ranks_partition_each_global_batch"
 REFUSED = "test_bad_input_is_refused_by_name"
-REPLICA = "test_dropout_seed_of_replica_r_is_that_of_rank_r"
 SCALE_LR = "test_scale_lr_multiplies_by_the_world_size_only_when_asked"
 SHARDED = "test_shards_equal_one_device"
-SHARDS = "test_evaluation_shards_partition_the_data_unpadded"
+SHARDS = "test_pitfall_01_evaluation_counts_every_sample_once"
 SIGTERM_SAVES = "test_pitfall_11_sigterm_saves"
 SKIP = "test_scaler_skips_and_counts_non_finite_gradients_at_every_precision"
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
@@ -46,14 +44,14 @@ TRACES = "test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trac
 
 mutant("split_batch: strided micro-batches", "common", "t.tensor_split(pieces)[i]", "t[i::pieces]", "test_split_batch_cuts_nested_targets_along_the_first_dimension[2]")
 mutant("reduce_value: a sum for a mean", "common", "value = value / dist.get_world_size() if average else value", "pass",
-       "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place[2]")
+       "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place")
 mutant("reduce_value: in place", "common", "value = value.detach().clone()", "value = value.detach()",
-       "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place[2]")
+       "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place")
 mutant("meter: local means, not reduced", "common", "reduce_value(sums, average=False).tolist()", "sums.tolist()", METER)
 mutant("meter: ranks averaged", "common", "reduce_value(sums, average=False)", "reduce_value(sums)", METER)
 mutant("meter: a mean of means", "common", "value.detach().sum(dtype=self.dtype)\n        self.count += len(first)",
        "value.detach().mean(dtype=self.dtype)\n        self.count += 1", METER)
-mutant("meter: count lost at resume", "common", 'int(share.pop("count"))', 'share.pop("count") * 0', "test_meter_goes_on_from_its_sums")
+mutant("meter: count lost at resume", "common", 'int(share.pop("count"))', 'share.pop("count") * 0', "test_sums_of_ranks_go_back_to_the_ranks")
 mutant("resume: sums of all ranks restored on every rank", "common", "of[get_rank()] for name, of in sums.items()", "sum(of) for name, of in sums.items()",
        f"{BITWISE}[ddp-2-9]")
 mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", "pass", "test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation")
@@ -61,7 +59,7 @@ mutant("sync_buffers: weights not compared", "common", "zip(names, largest, smal
 mutant("drift: of the first parameter only", "common", "for p in net.parameters()]\n    sums", "for p in list(net.parameters())[:1]]\n    sums",
        "test_drift_of_any_parameter_on_any_rank_is_named")
 mutant("launch: every rank prints", "common", "    if get_rank() == 0:\n        print(", "    if True:\n        print(",
-       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[ddp-2]")
+       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation")
 mutant("compression: bf16 sent as fp16", "common", 'f"{method}_compress_hook"', '"fp16_compress_hook"', "test_compressed_gradients_differ_by_their_rounding[bf16]")
 mutant("amp: never on", "common", 'enabled=amp != "off"', "enabled=False", "test_amp_computes_in_its_type[bf16]")
 mutant("freeze: has no effect", "common", "parameters[name].requires_grad_(False)", "parameters[name].requires_grad_(True)", "test_training_is_not_trivial")
@@ -84,7 +82,7 @@ mutant("learning rate: root of N not taken", "common", '"sqrt": math.sqrt(device
 mutant("warm-up: off by one", "common", "factor * (step + 1) / start", "factor * step / start", "test_warmup_rises_linearly_to_the_peak")
 mutant("cosine: ends after the run", "common", "(step - start) / max(1, end - start)", "(step - start) / end", "test_cosine_falls_from_one_to_zero_after_the_warmup")
 mutant("step: drops one step late", "common", "bisect.bisect_right(", "bisect.bisect_left(", "test_step_drops_at_the_given_epochs")
-mutant("cyclic: one cycle only", "common", "((step - start) % cycle)", "(step - start)", "test_cyclic_is_a_triangle_between_gamma_and_one")
+mutant("cyclic: one cycle only", "common", "((step - start) % cycle)", "(step - start)", "test_cyclic_schedule_has_no_cliff")
 mutant("schedule: the final rate is forgotten", "common", "low = step_gamma if schedule in USE_MARKS else final_lr",
        "low = step_gamma if schedule in USE_MARKS else 0.0", "test_cosine_falls_to_the_final_rate")
 mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:", "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
@@ -92,13 +90,13 @@ mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(n
        "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]", "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
 mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self.grad_scaler.get_scale() * nn.utils.get_total_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
-mutant("scaler: only NaN is noticed", "common", "~self.norm.isfinite()", "self.norm.isnan()", f"{SKIP}[inf-off]")
+mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("scaler: scale of fp16 fixed", "common", 'enabled=amp == "fp16"', "enabled=False", f"{SKIP}[nan-fp16]")
 mutant("scaler: skipped steps not counted", "common", "self.skipped += self.bad", "pass", f"{SKIP}[nan-off]")
 mutant("scaler: in a row is never reset", "common", "(self.in_a_row + self.bad) * self.bad", "self.in_a_row + self.bad", DIVERGED)
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", "test_guard_of_a_fused_step_reads_nothing_and_computes_little")
 mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.bad > 0, kept", "torch.where(self.bad > 2, kept", "test_skipped_step_leaves_no_trace_in_batchnorm")
-mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass", "test_scaler_goes_on_where_it_was_saved")
+mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass", f"{SKIP}[nan-off]")
 mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9", AVERAGES)
 mutant("ema: statistics not averaged", "common", "ids |= {id(norm.running_mean), id(norm.running_var)}", "pass", AVERAGES)
 
@@ -107,8 +105,8 @@ mutant("ema: statistics not averaged", "common", "ids |= {id(norm.running_mean),
 mutant("save: file not on the disk before the rename", "common", "os.fsync(file.fileno())", "pass", DURABLE)
 mutant("save: name not on the disk", "common", "os.fsync(directory)", "pass", DURABLE)
 mutant("save: written over the old file", "common", "os.replace(temporary, path)", "path.write_bytes(temporary.read_bytes())", DURABLE)
-mutant("save: half a file stays behind", "common", "temporary.unlink(missing_ok=True)", "pass", "test_full_disk_in_the_middle_of_a_save_leaves_the_old_file_and_no_other")
-mutant("load: runs code in the file", "common", "weights_only=True)", "weights_only=False)", "test_hostile_pickle_is_refused_and_does_not_run")
+mutant("save: half a file stays behind", "common", "temporary.unlink(missing_ok=True)", "pass", "test_failed_save_leaves_the_last_checkpoint[last.pt]")
+mutant("load: runs code in the file", "common", "weights_only=True)", "weights_only=False)", "test_pitfall_14_checkpoints_hold_plain_values")
 mutant("load: checksums not tested", "common", "damaged := file.testzip()", "damaged := None", "test_damaged_file_is_named_and_the_run_goes_on_from_another_one[flipped]")
 mutant("load: to the device that saved it", "common", 'map_location="cpu",', "", "test_pitfall_17_device_is_chosen_before_anything_else")
 mutant("load: format not looked at", "common", 'or checkpoint.get("format") != FORMAT', "", "test_checkpoint_of_another_format_is_refused")
@@ -119,7 +117,7 @@ mutant("load: parts may be missing", "common", "if missing :=", 'if missing := "
 mutant("order: the same every epoch", "sampling", "splitmix64(seed, epoch, -1)", "splitmix64(seed, 0, -1)", "test_order_is_a_function_of_seed_and_epoch")
 mutant("order: without the seed", "sampling", "splitmix64(seed, epoch, -1)", "splitmix64(0, epoch, -1)", "test_order_is_a_function_of_seed_and_epoch")
 mutant("order: seed 1, epoch 0 is seed 0, epoch 1", "sampling", "splitmix64(seed, epoch, -1)", "splitmix64(seed + epoch, -1)",
-       "test_orders_of_epochs_and_seeds_are_independent[40]")
+       "test_order_is_a_function_of_seed_and_epoch")
 mutant("sampler: a resumed epoch starts anew", "sampling", "range(step, self.steps_per_epoch)", "range(self.steps_per_epoch)",
        "test_resuming_at_any_step_yields_exactly_the_rest[1]")
 mutant("sampler: all ranks take the same piece", "sampling", "np.array_split(m, self.world_size)[self.rank]", "np.array_split(m, self.world_size)[0]",
@@ -130,15 +128,14 @@ mutant("sampler: torch.chunk, which may leave a rank without samples", "sampling
 mutant("sampler: micro-batches cut after the ranks", "sampling", "np.array_split(batch, self.accum_steps)", "[batch]",
        "test_micro_batches_of_all_ranks_are_those_of_one_device[2-2]")
 mutant("sampler: the ragged tail is kept", "sampling", "steps_per_epoch = length // batch_size", "steps_per_epoch = math.ceil(length / batch_size)", f"{PIECES}[2]")
-mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > length:", "if False:", "test_empty_epoch_is_an_error_that_names_both_numbers")
+mutant("sampler: an empty epoch is accepted", "sampling", "if batch_size > length:", "if False:", "test_pitfall_26_ranks_have_equally_many_batches")
 mutant("balanced: every sample equally often", "sampling", "if classes is None:", "if True:", "test_balanced_draws_every_class_equally_often_and_every_sample_of_it")
-mutant("evaluation: shards padded to the same length", "sampling", "min(start + self.batch_size, self.length)", "start + self.batch_size", f"{SHARDS}[3]")
-mutant("evaluation: every rank starts at sample 0", "sampling", "[rank::world_size]", "[0::world_size]", f"{SHARDS}[3]")
+mutant("evaluation: shards padded to the same length", "sampling", "min(start + self.batch_size, self.length)", "start + self.batch_size", SHARDS)
+mutant("evaluation: every rank starts at sample 0", "sampling", "[rank::world_size]", "[0::world_size]", SHARDS)
 mutant("evaluation: the last batch is dropped", "sampling", "self.steps = range(0, length, self.batch_size)[",
-       "self.steps = range(0, length - self.batch_size + 1, self.batch_size)[", f"{SHARDS}[3]")
+       "self.steps = range(0, length - self.batch_size + 1, self.batch_size)[", SHARDS)
 mutant("evaluation: ranks draw alike", "sampling", "i * world_size + rank)", "i)  # no",
        "test_pitfall_49_what_is_drawn_in_an_evaluation_is_the_same_in_every_mode[ddp-2]")
-mutant("evaluation: seeds of training", "sampling", "seed_rng(seed, -1, i *", "seed_rng(seed, 0, i *", EVAL_SEEDS)
 mutant("augmentation: no seed per sample", "sampling", "seed_generators(sample_key(index))", "pass", f"{AUGMENTED}[3-1-0-per sample]")
 mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(KeyedDataset.epoch_key, index)", "splitmix64(0, index)",
        f"{AUGMENTED}[0-3-0-per sample]")
@@ -147,19 +144,19 @@ mutant("augmentation: per-sample seed without the index", "sampling", "seed_gene
 mutant("augmentation: the epoch is not told", "sampling", "KeyedDataset.epoch_key = splitmix64(self.seed, epoch)", "self.epoch_key = splitmix64(self.seed, epoch)",
        f"{AUGMENTED}[0-3-0-in memory]")
 mutant("augmentation: keys without the seed", "sampling", "KeyedDataset.epoch_key = splitmix64(self.seed, epoch)", "KeyedDataset.epoch_key = splitmix64(0, epoch)",
-       "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it")
+       "test_default_task_augments_by_the_seed_and_only_in_training")
 mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDataset.epoch_key, keys", "splitmix64(0, keys",
        "test_keyed_uniform_is_uniform_and_depends_on_everything")
-mutant("seed_rng: without the step", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(seed, micro_batch) %", REPLICA)
-mutant("seed_rng: without the rank", "sampling", "% 2**63 + rank", "% 2**63", REPLICA)
-mutant("seed_rng: without the seed", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(0, step, micro_batch) %", REPLICA)
-mutant("seeds: without random.seed(bits)", "sampling", "random.seed(bits)", "", EVAL_SEEDS)
-mutant("seeds: without torch.default_generator.manual_seed(bits)", "sampling", "torch.default_generator.manual_seed(bits)", "", EVAL_SEEDS)
+mutant("seed_rng: without the step", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(seed, micro_batch) %", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
+mutant("seed_rng: without the rank", "sampling", "% 2**63 + rank", "% 2**63", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
+mutant("seed_rng: without the seed", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(0, step, micro_batch) %", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
+mutant("seeds: without random.seed(bits)", "sampling", "random.seed(bits)", "", f"{AUGMENTED}[3-1-0-per sample]")
+mutant("seeds: without torch.default_generator.manual_seed(bits)", "sampling", "torch.default_generator.manual_seed(bits)", "", f"{AUGMENTED}[3-1-0-per sample]")
 mutant("data: --skip-corrupt ignored", "sampling", "if not self.skip_corrupt:", "if True:", "test_broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("loader: workers started anew every epoch", "sampling", '{"persistent_workers": True,', "{", "test_pitfall_38_workers_stay_and_cores_are_divided")
 mutant("loader: workers do not ignore signals", "sampling", "signal.signal(number, signal.SIG_IGN)", "pass", f"{SIGTERM_SAVES}[2]")
 mutant("workers: load what is not wanted", "sampling", "steps, sampler.steps = sampler.steps, ()", "steps = sampler.steps",
-       "test_workers_load_nothing_that_a_resumed_run_skips")
+       "test_pitfall_12_resume_within_an_epoch_repeats_nothing")
 mutant("devices: all cores for every process", "common", "// processes", "", "test_pitfall_38_workers_stay_and_cores_are_divided")
 
 # task.py
@@ -168,9 +165,9 @@ mutant("task: augmentation by the place in the batch", "task", "keyed_uniform(in
        f"{AUGMENTED}[0-3-0-in memory]")
 mutant("task: held-out images augmented", "task", "Digits(images[1437:], labels[1437:])", "Digits(images[1437:], labels[1437:], shift=1)",
        "test_default_task_augments_by_the_seed_and_only_in_training")
-mutant("task: trained on held-out images", "task", "Digits(images[:1437], labels[:1437]", "Digits(images, labels", "test_digits_are_split_as_the_licence_note_says")
+mutant("task: trained on held-out images", "task", "Digits(images[:1437], labels[:1437]", "Digits(images, labels", "test_default_task_augments_by_the_seed_and_only_in_training")
 mutant("task: digits not shifted", "task", "labels[:1437], shift=1)", "labels[:1437], shift=0)", "test_digits_are_shifted_by_one_pixel_in_training")
-mutant("task: shift to one side only", "task", "(2 * self.shift + 1)", "(self.shift + 1)", "test_shift_moves_the_image_by_at_most_one_pixel")
+mutant("task: shift to one side only", "task", "(2 * self.shift + 1)", "(self.shift + 1)", "test_digits_are_shifted_by_one_pixel_in_training")
 mutant("task: every image mirrored", "tasks/images", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
        "test_arrays_are_augmented_in_training_only")
 mutant("task: label smoothing ignored", "tasks/images", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
@@ -200,13 +197,13 @@ for mode, n, loss, accumulated in (("single", 1, "losses", "test_accumulation_on
     mutant(f"{mode}: mean over the micro-batch", script, f"loss = {loss}.sum() / args.batch_size", f"loss = {loss}.mean()", accumulated)
     mutant(f"{mode}: dropout seed without the step", script, SEED, "seed_rng(args.seed, 0, i)", masks)
     mutant(f"{mode}: NaN is not skipped", script, STEP, "state.optimizer.step()", f"{NAN}[{mode}-{n}]")
-    mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, NORM + CLIP + UNSCALE, f"test_loss_scale_leaves_no_trace[{mode}-{n}]")
+    mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, NORM + CLIP + UNSCALE, "test_pitfall_21_clipping_sees_the_true_gradient")
     mutant(f"{mode}: model stays in evaluation mode", script, "common.train_mode(model)", "", masks)
     mutant(f"{mode}: model evaluated in training mode", script, "model.eval()", "", masks)
 mutant("single: schedule stepped per micro-batch", "train_single", ADD, ADD + "            state.scheduler.step()\n",
-       "test_learning_rate_in_the_log_is_the_function_of_the_step[constant]")
+       "test_learning_rate_in_the_log_is_the_function_of_the_step")
 mutant("single: loss of the last micro-batch alone is logged", "train_single", ADD, "            run.meter.clear()\n" + ADD, "test_accumulation_on_one_device[2]")
-mutant("single: leaves traces in the process", "train_single", "@leaves_no_trace", "@(lambda main: main)", "test_every_main_leaves_no_trace")
+mutant("single: leaves traces in the process", "train_single", "@leaves_no_trace", "@(lambda main: main)", TRACES)
 mutant("dp: mean of the replicas' means", "train_dp", 'values["loss"].sum() / args.batch_size',
        "sum(piece.mean() for piece in values['loss'].chunk(args.replicas)) / args.replicas", "test_pitfall_29_data_parallel_gathers_losses")
 mutant("dp: loss computed outside the replicas", "train_dp", "values = model(inputs, targets)",
@@ -220,9 +217,10 @@ mutant("dp: evaluates the weights, not their average", "train_dp", "metrics = ev
 SCALED = "loss = losses.sum() * (dist.get_world_size() / args.batch_size)"
 for mode in ("ddp", "spawn"):
     script, two = f"train_{mode}", f"{EQUAL}[{mode}-2-1]"
+    masks = f"{MASKS}[{'dp' if mode == 'ddp' else mode}-2]"
     mutant(f"{mode}: world size missing in the loss", script, SCALED, "loss = losses.sum() / args.batch_size", two)
     mutant(f"{mode}: every rank trains on the whole batch", script, "args.balanced, rank, world_size", "args.balanced", two)
-    mutant(f"{mode}: dropout seed without the rank", script, "state.global_step, i, dist.get_rank())", "state.global_step, i)", f"{MASKS}[{mode}-2]")
+    mutant(f"{mode}: dropout seed without the rank", script, "state.global_step, i, dist.get_rank())", "state.global_step, i)", masks)
     mutant(f"{mode}: buffers not synchronised", script, "common.sync_buffers(net)", "", f"test_batchnorm_buffers_are_evaluated_alike[{mode}]")
 mutant("ddp: no wrapper", "train_ddp", "model = nn.parallel.DistributedDataParallel(", "model = (lambda net, **_: net)(", f"{EQUAL}[ddp-2-1]")
 mutant("ddp: mean of the ranks' means", "train_ddp", SCALED, "loss = losses.mean() / args.accum_steps", f"{EQUAL}[ddp-2-2]")
@@ -230,7 +228,7 @@ mutant("ddp: gradients kept after the step", "train_ddp", "state.optimizer.zero_
 mutant("ddp: NaN is not skipped", "train_ddp", STEP, "state.optimizer.step()", f"{NAN}[ddp-2]")
 mutant("ddp: a rank leaves its own NaN out", "train_ddp", f"            {SCALED}",
        f"            if not losses.isfinite().all():\n                continue\n            {SCALED}", "test_pitfall_05_nan_on_one_rank")
-mutant("ddp: dropout seed repeats every epoch", "train_ddp", "args.seed, state.global_step, i", "args.seed, state.step, i", f"{MASKS}[ddp-2]")
+mutant("ddp: dropout seed repeats every epoch", "train_ddp", "args.seed, state.global_step, i", "args.seed, state.step, i", f"{MASKS}[single-1]")
 mutant("ddp: clipped before unscaling", "train_ddp", UNSCALE + CLIP, NORM + CLIP + UNSCALE, "test_pitfall_21_clipping_sees_the_true_gradient")
 mutant("ddp: schedule stepped per micro-batch", "train_ddp", ADD, ADD + "            state.scheduler.step()\n", "test_pitfall_24_schedule_counts_global_batches")
 mutant("ddp: schedule stands still when a step is skipped", "train_ddp", "        state.scheduler.step()\n",
@@ -242,7 +240,7 @@ mutant("ddp: every micro-batch is synchronised", "train_ddp", LAST, "model.requi
 mutant("ddp: --sync-bn ignored", "train_ddp", " if args.sync_bn else net", " if False else net", "test_sync_bn_with_accumulation_equals_one_device[ddp-2]")
 mutant("ddp: --find-unused-parameters ignored", "train_ddp", "find_unused_parameters=args.find_unused_parameters, ", "", "test_pitfall_28_unused_parameters")
 mutant("ddp: --grad-compress ignored", "train_ddp", "common.compress_gradients(", "(lambda *_: None)(", "test_compressed_gradients_differ_by_their_rounding[bf16]")
-mutant("ddp: buckets not settled", "train_ddp", "common.settle_buckets(", "(lambda *_: None)(", "test_resume_on_three_ranks_is_bitwise")
+mutant("ddp: buckets not settled", "train_ddp", "common.settle_buckets(", "(lambda *_: None)(", f"{BITWISE}[ddp-3-1]")
 mutant("ddp: every rank evaluates everything", "train_ddp", "args.eval_batch_size, rank, world_size)", "args.eval_batch_size)", "test_pitfall_19_all_ranks_evaluate")
 mutant("ddp: evaluates the weights, not their average", "train_ddp", "metrics = evaluate(args, task, run.eval_model()", "metrics = evaluate(args, task, net",
        "test_feature_equals_one_device[ddp-3-ema]")
@@ -257,7 +255,7 @@ mutant("fsdp: every rank trains on the whole batch", "train_fsdp", "args.balance
 mutant("fsdp: the first micro-batch is synchronised", "train_fsdp", "gradient_sync(i == args.accum_steps - 1)", "gradient_sync(i == 0)", CLIPPED)
 mutant("fsdp: the norm of a shard", "common", "norm.full_tensor() if hasattr(", "norm.to_local() if hasattr(", CLIPPED)
 mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")
-mutant("fsdp: NaN is not skipped", "train_fsdp", STEP, "state.optimizer.step()", "test_nan_on_one_rank_is_skipped_by_all[sgd]")
+mutant("fsdp: NaN is not skipped", "train_fsdp", STEP, "state.optimizer.step()", "test_nan_on_one_rank_is_skipped_by_all")
 mutant("fsdp: sharded after the optimizer", "train_fsdp", MESH,
        "    early = task.build_optimizer(args, net)\n    task = task._replace(build_optimizer=lambda *_: early)\n" + MESH, f"{SHARDED}[-3]")
 
@@ -275,15 +273,15 @@ for mode, n in (("single", 1), ("ddp", 2)):
 # machinery/run.py
 
 mutant("save: --save-every ignored", "machinery/run", "saves = not ends and (due or self.stopping)", "saves = not ends and self.stopping",
-       "test_save_every_saves_within_the_epoch")
+       "test_step_that_ends_the_run_saves_last_alone")
 mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % self.keep_every == 0", "state.epoch % self.keep_every == 1",
        "test_kept_epochs_are_every_so_many")
 mutant("save: last.pt before best.pt", "machinery/run", 'self.save(*names, "last.pt")', 'self.save("last.pt", *names)',
-       "test_files_of_an_epoch_appear_whole_durable_and_in_this_order")
+       DURABLE)
 mutant("save: a run that could not be saved ends well", "machinery/run", "        if refused:\n            raise", "        if False:\n            raise",
        "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
-mutant("save: a refused score is the best", "machinery/run", "state.best = best_before", "pass", "test_refused_save_does_not_raise_the_best_score")
-mutant("save: best.pt is the last", "machinery/run", "return gain > 1e-12 * abs(best)", "return True", "test_best_is_not_the_last")
+mutant("save: a refused score is the best", "machinery/run", "state.best = best_before", "pass", "test_score_that_was_not_saved_is_not_the_best")
+mutant("save: best.pt is the last", "machinery/run", "return gain > 1e-12 * abs(best)", "return True", "test_the_first_of_equal_scores_stays_the_best")
 mutant("save: best.pt is the worst", "machinery/run", "return gain > 1e-12", "return gain < 1e-12", "test_best_and_kept_checkpoints")
 mutant("best: infinity", "machinery/run", "return math.isfinite(score)", "return not math.isnan(score)", "test_the_first_of_equal_scores_stays_the_best")
 mutant("best: highest loss", "machinery/run", 'lower_is_better=name == "loss"', "lower_is_better=False", "test_lowest_loss_or_a_named_metric_decides")
@@ -299,11 +297,11 @@ mutant("stop: only if all ranks were told", "machinery/process", "dist.ReduceOp.
 mutant("stop: without saving", "machinery/run", "if self.files:\n            checkpoint |=", "if self.files and not self.stopping:\n            checkpoint |=",
        f"{BITWISE}[single-1-9]")
 mutant("stop: forgotten after an evaluation", "machinery/run", "self.stop.agreed(wait=True) if state.epoch < self.epochs else None", "None",
-       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation[single-1]")
+       "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation")
 mutant("stop: what was not saved was saved", "machinery/run", "if broadcast_object(self.refused):", 'if broadcast_object(""):',
        "test_stop_that_could_not_be_saved_says_so")
 mutant("signals: the last one wins", "machinery/process", "received.append(PRIORITY.index(number) + 1)", "received[:] = [PRIORITY.index(number) + 1]",
-       "test_stronger_signal_wins_whichever_comes_first")
+       "test_run_ends_with_the_code_of_the_stronger_signal[single-numbers0-15]")
 mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)", 'self._open() if os.environ.get("LOCAL_RANK", "0") == "0" else None',
        "test_pitfall_32_one_rank_of_all_machines_saves")
 mutant("log: --eval-only cuts it", "machinery/run", "if not self.eval_only:  # which", "if True:  # which", "test_eval_only_does_not_touch_the_log_of_a_run")
@@ -325,7 +323,7 @@ mutant("resume: scaler not restored", "common", 'for name in ("scheduler", "scal
 mutant("resume: average not restored", "common", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
 mutant("resume: learning rate of the shorter run", "common", 'group["lr"] = peak * factor(self.global_step)', "pass",
        "test_more_epochs_follow_the_longer_schedule_from_the_first_step")
-mutant("resume: fused of the other device", "common", "group[name] = now[name]", "pass", "test_optimizer_that_was_not_fused_goes_on_here")
+mutant("resume: fused of the other device", "common", "group[name] = now[name]", "pass", "test_restored_optimizer_has_the_strides_of_the_parameters[False-sgd]")
 mutant("best: forgotten at resume", "common", 'for name in ("epoch", "step", "global_step", "best"):\n            setattr',
        'for name in ("epoch", "step", "global_step"):\n            setattr', "test_tie_is_kept_across_a_resume")
 mutant("shards: not put together in a file", "common", 'value = joined(value) if hasattr(value, "full_tensor") else value',
@@ -336,14 +334,14 @@ mutant("shards: optimizer state is not cut", "common", "saved[i] = cut_like(save
 # machinery/run.py
 
 mutant("log: skipped steps counted twice", "machinery/run", "state.scaler.skipped.zero_()", "", f"{NAN}[ddp-2]")
-mutant("log: loss of the whole run", "machinery/run", "self.meter.clear()", "", "test_logged_loss_is_that_since_the_last_line")
+mutant("log: loss of the whole run", "machinery/run", "self.meter.clear()", "", SPEED)
 mutant("log: epochs from 1", "machinery/run", '"epoch": state.epoch,', '"epoch": state.epoch + 1,', SPEED)
 mutant("log: learning rate of the next step", "machinery/run", '"lr": self.lr,', '"lr": state.optimizer.param_groups[0]["lr"],',
-       "test_learning_rate_and_norm_of_a_line_are_those_of_its_step")
+       "test_learning_rate_in_the_log_is_the_function_of_the_step")
 mutant("speed: since the start of the epoch", "machinery/run", "self.began, self.waited, self.samples_before = now, 0.0, 0", "self.waited, self.samples_before = 0.0, 0",
        SPEED)
 mutant("speed: with the evaluation", "machinery/run", "asked = self.began = time.perf_counter()", "asked = self.began = self.began or time.perf_counter()", SPEED)
-mutant("speed: of one rank", "machinery/run", '(means["count"] - self', "(self.meter.count - self", "test_speed_and_loss_are_those_of_all_ranks")
+mutant("speed: of one rank", "machinery/run", '(means["count"] - self', "(self.meter.count - self", "test_speed_is_that_of_all_ranks")
 mutant("eval-only: the epoch after", "machinery/run", "self.state.epoch - (self.state.step == 0 and self.state.epoch > 0)", "self.state.epoch",
        "test_eval_only_names_the_epoch_whose_weights_it_sees")
 mutant("print: epochs from 0", "machinery/run", "f\"epoch {line['epoch'] + 1}/", "f\"epoch {line['epoch']}/", "test_printed_line_is_what_was_logged")
@@ -351,17 +349,19 @@ mutant("seconds: counted twice", "machinery/run", "self.mark = now", "", "test_e
 
 # machinery/run.py
 
-mutant("save: NaN is written", "machinery/run", "if bad:", "if False:", "test_non_finite_parameters_never_reach_a_file")
+mutant("save: NaN is written", "machinery/run", "if bad:", "if False:", "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
 mutant("save: NaN in the average is written", "machinery/run", 'for part in ("model", "average"):', 'for part in ("model",):',
        "test_non_finite_average_never_reaches_a_file")
-mutant("save: the log stays in memory", "machinery/run", "os.fsync(self.log.fileno())", "", "test_log_is_on_the_disk_before_a_checkpoint_is_begun")
+mutant("save: what cannot be loaded is saved", "machinery/run", "if not self.read_back:", "if False:",
+       "test_what_no_run_could_load_ends_the_run_at_the_first_save[option]")
+mutant("save: the log stays in memory", "machinery/run", "os.fsync(self.log.fileno())", "", DURABLE)
 mutant("log: not cut back", "machinery/run", "self.log.truncate(self._bytes_before(checkpoint))", "pass",
-       "test_log_is_cut_back_to_the_checkpoint_even_if_its_last_line_is_torn")
+       "test_log_stays_whole_lines_after_a_resume[torn]")
 mutant("log: evaluation after the checkpoint kept", "machinery/run", 'entry["epoch"] < checkpoint["epoch"]', 'entry["epoch"] <= checkpoint["epoch"]',
-       "test_evaluation_after_the_checkpoint_is_logged_once")
+       "test_going_back_to_an_older_checkpoint_is_going_back")
 mutant("log: a torn last line is kept", "machinery/run", 'if not done or not line.endswith("\\n"):', "if not done:", "test_log_stays_whole_lines_after_a_resume")
 mutant("log: infinity is written", "machinery/run", "isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)",
-       "test_what_json_cannot_say_is_null")
+       "test_the_first_of_equal_scores_stays_the_best")
 mutant("lock: none", "machinery/run", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
 mutant("resume: changed options not noticed", "machinery/run", "self._check_config(checkpoint, path)", "pass", f"{CHANGED}[--seed 1]")
 mutant("resume: another training set not noticed", "machinery/run", "if then != now and not self.eval_only:", "if False:",
@@ -369,7 +369,7 @@ mutant("resume: another training set not noticed", "machinery/run", "if then != 
 mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/run", "self.path.resolve() != last", "None is last",
        "test_going_back_to_an_older_checkpoint_is_going_back")
 mutant("resume: auto overwrites a run of which only the best is left", "machinery/run", "elif others:", "elif False:",
-       "test_auto_does_not_start_over_a_run_of_which_only_the_best_is_left")
+       "test_restarted_process_goes_on_or_begins_anew")
 mutant("resume: any best.pt will do", "machinery/run", 'if found["best"] == best:', 'if found["best"] is not None:',
        "test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best")
 mutant("restart: begins anew", "machinery/run", 'resume == "auto" or restarted:', 'resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
@@ -381,19 +381,19 @@ mutant("eval-only: writes into the log of a run", "machinery/run", 'self.only_re
 mutant("devices: the first one for all", "common", "torch.accelerator.set_device_index(index)", "torch.accelerator.set_device_index(0)",
        "test_pitfall_17_device_is_chosen_before_anything_else")
 mutant("devices: --deterministic ignored", "common", "torch.use_deterministic_algorithms(deterministic)", "torch.use_deterministic_algorithms(False)",
-       "test_deterministic_is_handed_to_torch")
+       "test_deterministic_convolutions_do_not_use_tf32")
 mutant("stop: SIGTERM ends with 0", "machinery/process", "signal.SIGTERM: 143", "signal.SIGTERM: 0", f"{SIGTERM_SAVES}[0]")
 mutant("stop: SIGINT ends with 143", "machinery/process", "signal.SIGINT: 130", "signal.SIGINT: 143", "test_pitfall_39_nothing_outlives_the_launcher[SIGINT]")
 mutant("launch: bad arguments end with 1", "machinery/process", "return 2", "return 1", "test_bad_command_line_ends_with_code_2_and_one_line")
 mutant("launch: a stop ends with 0", "machinery/process", "code, reason = stop.code, stop.reason", "code, reason = 0, stop.reason", f"{SIGTERM_SAVES}[0]")
-mutant("launch: leaves while others still talk to it", "machinery/process", "dist.barrier()", "pass", "test_early_end_of_all_ranks_waits_for_all")
+mutant("launch: leaves while others still talk to it", "machinery/process", "dist.barrier()", "pass", "test_early_end_of_all_ranks_has_its_exit_code")
 mutant("launch: sys.exit(0) ends a device's run with 0", "machinery/process", "except (Exception, SystemExit) as error:", "except Exception as error:",
        "test_task_that_leaves_by_sys_exit_is_no_success[single-1]")
 mutant("ends: a rank leaves before the others know", "machinery/process", 'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
-       "return UsageError(message)", "test_early_end_of_all_ranks_waits_for_all")
+       "return UsageError(message)", "test_early_end_of_all_ranks_has_its_exit_code")
 mutant("end: a rank that fails ends well", "machinery/process", "leave(FAILED if launched else 1)", "leave(0)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
-mutant("signals: Ctrl-C is stronger than the system", "machinery/process", "signal.SIGINT: 130, signal.SIGTERM: 143}", "signal.SIGTERM: 143, signal.SIGINT: 130}",
-       "test_stronger_signal_wins_whichever_comes_first")
+mutant("signals: Ctrl-C is stronger than the system", "machinery/process", "signal.SIGINT, signal.SIGTERM]", "signal.SIGTERM, signal.SIGINT]",
+       "test_stronger_signal_wins_on_whichever_rank")
 mutant("traces: handlers stay", "machinery/process", "restore(lambda before=before: before, functools.partial(signal.signal, number))", "pass", TRACES)
 mutant("traces: variables stay", "machinery/process", "restore(lambda: dict(os.environ), write_environment)", "pass", TRACES)
 
@@ -411,20 +411,20 @@ mutant("restart: an early failure is repeated", "machinery/launch", "if code != 
        "test_when_the_launcher_restarts")
 mutant("launch: a deliberate end is restarted", "machinery/launch", "if code != 1 or", "if code == 0 or", "test_when_the_launcher_restarts")
 mutant("ranks: every attempt is the first", "machinery/launch", '"TORCHELASTIC_RESTART_COUNT": attempt', '"TORCHELASTIC_RESTART_COUNT": 0',
-       "test_what_the_ranks_are_told")
-mutant("ranks: options are lost", "machinery/launch", "str(ROOT / script), *argv]", "str(ROOT / script)]", "test_what_the_ranks_are_told")
+       "test_restarted_run_is_the_same_to_the_bit[raises]")
+mutant("ranks: options are lost", "machinery/launch", "str(ROOT / script), *argv]", "str(ROOT / script)]", "test_restarted_run_is_the_same_to_the_bit[raises]")
 mutant("launch: ranks meet where dead ones did", "machinery/process", 'f"file://{file}-{attempt()}?{ranks}"', 'f"file://{file}?{ranks}"',
        "test_ranks_meet_in_a_file_of_their_own_after_a_restart")
 mutant("launch: --timeout in minutes", "machinery/process", "timedelta(seconds=seconds)", "timedelta(minutes=seconds)",
-       "test_timeout_reaches_the_process_group[ddp-2]")
+       "test_timeout_reaches_the_process_group[ddp]")
 mutant("slurm: local rank for the rank", "machinery/process", 'RANK=get("SLURM_PROCID")', 'RANK=get("SLURM_LOCALID")', "test_pitfall_40_ranks_from_slurm")
 mutant("slurm: nodes meet on the last one", "machinery/process", '.split(",")[0]', '.split(",")[-1]', "test_pitfall_40_ranks_from_slurm")
 
-# machinery/usertask.py and machinery/usertask.py
+# machinery/usertask.py
 
 mutant("check: training samples are not looked at", "machinery/usertask", 'check_samples(task, net, device, train_set, micro_batch, common.Meter(device), "training")', "pass",
        f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
-mutant("check: the model is always in training mode", "machinery/usertask", "net.eval()", "", f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: the model is always in training mode", "machinery/usertask", "net.eval()", "", "test_check_changes_no_bit_of_the_run[single-1]")
 mutant("check: a mean is a loss", "machinery/usertask", "common.Meter(device).add(loss=losses)", "", f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
 mutant("check: names of metrics are not compared", "machinery/usertask", 'val_set, batch, meter, "evaluation")', 'val_set, batch, common.Meter(device), "evaluation")',
        "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]")
@@ -437,15 +437,16 @@ mutant("check: set_epoch is not called and nobody says so", "machinery/usertask"
 mutant("best: an unknown metric", "machinery/usertask", "if args.best not in (None, *meter.sums) and not task.dataset_metrics:", "if False:",
        "test_metric_that_the_task_does_not_have_is_refused")
 mutant("nodes: evaluation sets are not compared", "machinery/run", "digest(keyed, [*range(0, n, math.ceil(n / 8))])", '""',
-       "test_ranks_that_mean_different_runs_are_told[evaluation set]")
+       "test_ranks_that_mean_different_runs_are_told[order]")
 mutant("data: drawn without a seed", "machinery/usertask", "seed_generators(self.args.seed)", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
 mutant("model: initial weights without the seed", "machinery/usertask", "torch.manual_seed(args.seed)", "", "test_seed_decides_the_initial_weights")
 mutant("weights: ignored in a run", "machinery/usertask", 'load_weights(net, read_tensors(args.weights, "--weights"), option)', "pass",
        "test_weights_are_where_training_starts_in_every_mode[single-1]")
 mutant("check: a metric named count", "machinery/usertask", 'RESERVED = {"loss", "count", "event", "epoch",', 'RESERVED = {"loss", "event", "epoch",',
-       "test_names_that_the_log_uses_itself_are_no_metrics")
+       f"{REFUSED}[single-1 --task TMP/metrics-empty.py]")
+mutant("check: --no-check is ignored", "machinery/usertask", "if not args.check:", "if False:", "test_check_can_be_left_out")
 
-# machinery/modes.py and machinery/modes.py
+# machinery/modes.py
 
 mutant("replicas: buffers shared", "machinery/modes", "name: b.clone() for", "name: b for", "test_data_parallel_is_ddp_with_batchnorm")
 mutant("replicas: the last one updates the buffers", "machinery/modes", "enumerate([buffers, *copies])", "enumerate([*copies, buffers])",
@@ -453,27 +454,27 @@ mutant("replicas: the last one updates the buffers", "machinery/modes", "enumera
 mutant("replicas: all drop the same units", "machinery/modes", "seed_generators(seed + r)", "seed_generators(seed)", f"{MASKS}[dp-2]")
 mutant("replicas: first outputs twice", "machinery/modes", "for output in outputs])", "for output in [outputs[0], *outputs[:-1]]])", f"{EQUAL}[dp-2-1]")
 mutant("sync-bn: no gradient through the mean", "machinery/modes", "AllReduceSum.apply(torch.cat([value.sum(dims), count]))",
-       "AllReduceSum.apply(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[1d-default-2]")
+       "AllReduceSum.apply(torch.cat([value.sum(dims), count]).detach())", f"{SYNC_BN}[3]")
 mutant("sync-bn: no gradient through the variance", "machinery/modes", "AllReduceSum.apply(centred.square().sum(dims))",
-       "AllReduceSum.apply(centred.square().sum(dims).detach())", f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: biased running variance", "machinery/modes", "variance.detach() * (n / (n - 1))", "variance.detach()", f"{SYNC_BN}[1d-default-2]")
+       "AllReduceSum.apply(centred.square().sum(dims).detach())", f"{SYNC_BN}[3]")
+mutant("sync-bn: biased running variance", "machinery/modes", "variance.detach() * (n / (n - 1))", "variance.detach()", f"{SYNC_BN}[3]")
 mutant("sync-bn: variance of the rank alone", "machinery/modes", "AllReduceSum.apply(centred.square().sum(dims)) / n", "centred.square().mean(dims)",
-       f"{SYNC_BN}[1d-default-2]")
+       f"{SYNC_BN}[3]")
 mutant("sync-bn: mean of the ranks' means", "machinery/modes", "torch.cat([value.sum(dims), count])", "torch.cat([value.mean(dims), torch.ones_like(count)])",
-       f"{SYNC_BN}[1d-default-2]")
-mutant("sync-bn: statistics of the batch in evaluation", "machinery/modes", "if not self.training or not dist", "if not dist", f"{SYNC_BN}[1d-default-2]")
+       f"{SYNC_BN}[3]")
+mutant("sync-bn: statistics of the batch in evaluation", "machinery/modes", "if not self.training or not dist", "if not dist", f"{SYNC_BN}[3]")
 mutant("fsdp: rows of another size", "machinery/modes", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)",
-       "test_ranks_of_a_row_hold_the_whole")
-mutant("fsdp: a rank is missing in the last forward", "machinery/modes", ".missing):", ".missing * 0):", "test_rank_with_a_batch_less_joins_the_last_forward")
+       "test_each_rank_holds_its_share")
+mutant("fsdp: a rank is missing in the last forward", "machinery/modes", ".missing):", ".missing * 0):", f"{SHARDED}[-3]")
 
 # machinery/cli.py
 
 mutant("resume: another seed counts as harmless", "machinery/cli", '2**63 - 1), "N", 0, FIXED', '2**63 - 1), "N", 0, MAY_CHANGE', f"{CHANGED}[--seed 1]")
 mutant("resume: --amp is harmless", "machinery/cli", '"--amp", ["off", "bf16", "fp16"], None, "off", FIXED,',
-       '"--amp", ["off", "bf16", "fp16"], None, "off", MAY_CHANGE,', "test_what_may_change_at_resume[amp]")
+       '"--amp", ["off", "bf16", "fp16"], None, "off", MAY_CHANGE,', "test_what_may_change_at_resume_and_what_may_differ_between_nodes")
 mutant("balanced: not resumed as such", "machinery/cli", 'flag("--balanced", FIXED,', 'flag("--balanced", MAY_CHANGE,', f"{CHANGED}[--balanced]")
 mutant("eval-only: in another precision", "machinery/cli", '"--dtype", ["float32", "float64"], None, "float32", EVALUATED,',
-       '"--dtype", ["float32", "float64"], None, "float32", FIXED,', "test_what_may_change_at_resume[dtype]")
+       '"--dtype", ["float32", "float64"], None, "float32", FIXED,', "test_what_may_change_at_resume_and_what_may_differ_between_nodes")
 mutant("options: batch size not compared with devices", "machinery/cli", "if args.batch_size < least:", "if False:", f"{REFUSED}[ddp-65 ]")
 mutant("options: accumulation not counted", "machinery/cli", "least = world_size * args.accum_steps", "least = world_size", f"{REFUSED}[single-1 --accum-steps 65]")
 mutant("options: booleans cannot be turned off", "machinery/cli", "argparse.BooleanOptionalAction", '"store_true"',
