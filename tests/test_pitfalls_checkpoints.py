@@ -176,9 +176,12 @@ def test_pitfall_12_resume_within_an_epoch_repeats_nothing(tmp_path):
 
     stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=print_batches_and_stop)
     assert stopped.code == 143 and stopped.checkpoint()["step"] == 3
-    resumed = train("ddp", 2, *BASE, "--resume", "auto", folder=tmp_path, patch=print_batches)
+    argv = (*BASE, "--resume", "auto", "--workers", "1")
+    resumed = train("ddp", 2, *argv, folder=tmp_path, patch=print_batches)
+    loaded = printed(resumed.out, "batch")
+    assert {epoch for epoch, _, _ in loaded} == {1, 2}, "nothing of the epoch that is done"
     before, after = (
-        [b for b in printed(run.out, "batch") if b[0] == 1] for run in (stopped, resumed)
+        [b for b in batches if b[0] == 1] for batches in (printed(stopped.out, "batch"), loaded)
     )
     assert (
         len(before) == len(after) == 2 * 3

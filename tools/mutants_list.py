@@ -166,15 +166,14 @@ mutant("task: augmentation by the place in the batch", "task", "keyed_uniform(in
 mutant("task: held-out images augmented", "task", "Digits(images[1437:], labels[1437:])", "Digits(images[1437:], labels[1437:], shift=1)",
        "test_default_task_augments_by_the_seed_and_only_in_training")
 mutant("task: trained on held-out images", "task", "Digits(images[:1437], labels[:1437]", "Digits(images, labels", "test_default_task_augments_by_the_seed_and_only_in_training")
-mutant("task: digits not shifted", "task", "labels[:1437], shift=1)", "labels[:1437], shift=0)", "test_digits_are_shifted_by_one_pixel_in_training")
 mutant("task: shift to one side only", "task", "(2 * self.shift + 1)", "(self.shift + 1)", "test_digits_are_shifted_by_one_pixel_in_training")
 mutant("task: every image mirrored", "tasks/images", "mirrored = draws[:, 2] < 0.5", "mirrored = draws[:, 2] < 1.5",
-       "test_arrays_are_augmented_in_training_only")
+       "test_arrays_are_augmented_in_training_only[cifar10-32-True]")
 mutant("task: label smoothing ignored", "tasks/images", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "test_metrics_of_the_default_task")
 mutant("folders: test before val", "tasks/images", '("val", "test") if (root', '("test", "val") if (root', "test_folders_are_classes_and_val_goes_before_test")
 mutant("folders: augmented in evaluation", "tasks/images", "pipeline(size, False)", "pipeline(size, True)",
-       "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it")
+       "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
 mutant("photograph: not cropped at random", "tasks/images", "v2.RandomResizedCrop(size), v2", "v2.Resize((size, size)), v2",
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
 mutant("small image: a larger shift", "tasks/images", "size, size // 8)", "size, size // 4)",
@@ -253,7 +252,7 @@ MESH = "    mesh = mesh_of_ranks(device, args.shard_size)\n"
 mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
 mutant("fsdp: every rank trains on the whole batch", "train_fsdp", "args.balanced, rank, world_size", "args.balanced", f"{SHARDED}[-3]")
 mutant("fsdp: the first micro-batch is synchronised", "train_fsdp", "gradient_sync(i == args.accum_steps - 1)", "gradient_sync(i == 0)", CLIPPED)
-mutant("fsdp: the norm of a shard", "common", "norm.full_tensor() if hasattr(", "norm.to_local() if hasattr(", CLIPPED)
+mutant("fsdp: the norm of a shard", "common", "get_total_norm(p.grad for p in", "get_total_norm(getattr(p.grad, '_local_tensor', p.grad) for p in", CLIPPED)
 mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")
 mutant("fsdp: NaN is not skipped", "train_fsdp", STEP, "state.optimizer.step()", "test_nan_on_one_rank_is_skipped_by_all")
 mutant("fsdp: sharded after the optimizer", "train_fsdp", MESH,
@@ -349,6 +348,7 @@ mutant("seconds: counted twice", "machinery/run", "self.mark = now", "", "test_e
 
 # machinery/run.py
 
+mutant("save: classes without names", "machinery/run", "self.classes = [str(name) for name in names] if", "self.classes = [] if", "test_checkpoint_names_the_classes")
 mutant("save: NaN is written", "machinery/run", "if bad:", "if False:", "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
 mutant("save: NaN in the average is written", "machinery/run", 'for part in ("model", "average"):', 'for part in ("model",):',
        "test_non_finite_average_never_reaches_a_file")
@@ -358,7 +358,7 @@ mutant("save: the log stays in memory", "machinery/run", "os.fsync(self.log.file
 mutant("log: not cut back", "machinery/run", "self.log.truncate(self._bytes_before(checkpoint))", "pass",
        "test_log_stays_whole_lines_after_a_resume[torn]")
 mutant("log: evaluation after the checkpoint kept", "machinery/run", 'entry["epoch"] < checkpoint["epoch"]', 'entry["epoch"] <= checkpoint["epoch"]',
-       "test_going_back_to_an_older_checkpoint_is_going_back")
+       "test_killed_within_a_save[22]")
 mutant("log: a torn last line is kept", "machinery/run", 'if not done or not line.endswith("\\n"):', "if not done:", "test_log_stays_whole_lines_after_a_resume")
 mutant("log: infinity is written", "machinery/run", "isinstance(v, float) and not math.isfinite(v)", "isinstance(v, float) and math.isnan(v)",
        "test_the_first_of_equal_scores_stays_the_best")
@@ -400,7 +400,7 @@ mutant("traces: variables stay", "machinery/process", "restore(lambda: dict(os.e
 # machinery/launch.py and machinery/process.py
 
 mutant("launch: a failed rank is success", "machinery/launch", 'return int(bool(failed)), ""', 'return 0, ""', BLAME)
-mutant("launch: ranks that hang are waited for", "machinery/launch", "process.kill()", "", BLAME)
+mutant("launch: ranks that hang are waited for", "machinery/launch", "process.kill()", "", "test_rank_that_hangs_while_the_others_end_is_killed[143]")
 mutant("launch: 1 for the ranks' own code", "machinery/launch", 'return purpose[0], ""', 'return 1, ""', BLAME)
 mutant("launch: divergence is no end on purpose", "machinery/launch", "{2, 3, 130, 143}", "{2, 130, 143}", BLAME)
 mutant("launch: ranks wait for one that has refused its input", "machinery/launch", "or 2 in ended:", ":", "test_refused_input_ends_the_other_ranks_at_once")
@@ -487,5 +487,4 @@ mutant("options: a run is overwritten", "machinery/cli", "if not own and not arg
 mutant("options: more processes than accelerators", "machinery/cli", "here > available and", "False and", "test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "machinery/cli", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
 mutant("default: --lr", "machinery/cli", '"--lr", amount, "X", 0.1,', '"--lr", amount, "X", 0.01,', "test_defaults")
-mutant("default: --weight-decay", "machinery/cli", '"--weight-decay", amount, "X", 1e-3,', '"--weight-decay", amount, "X", 1e-4,', "test_defaults")
 mutant("fsdp: shards of unequal rows", "machinery/cli", "if world_size % size != 0:", "if False:", "test_ranks_of_one_row_share_a_copy")
