@@ -2,8 +2,8 @@
 
 In this order: ranks and devices, communication, batches, the model, optimization, averages, meters,
 the state of a run, checkpoint files. This file imports nothing else of the project, so that you can
-copy it. Without a process group the helpers that communicate change nothing: a loop needs no branch
-on the mode.
+copy it. Without a process group the helpers of a loop that communicate change nothing: it needs no
+branch on the mode.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def broadcast_object(value: Any) -> Any:
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    Call it on every rank. DDP itself broadcasts buffers in the next forward of its wrapper, too
+    The parameters of train_fsdp.py are not checked: each rank has other shards. Call it on every
+    rank. DDP itself broadcasts buffers in the next forward of its wrapper, too
     late for an evaluation. Raises RuntimeError if a checksum of a parameter differs between ranks.
     """
     if not dist.is_initialized():
@@ -179,7 +180,7 @@ def sync_buffers(net: nn.Module) -> None:
     for buffer in net.buffers():
         dist.broadcast(buffer, src=0)
     if any(hasattr(parameter, "full_tensor") for parameter in net.parameters()):
-        return  # sharded: no two ranks hold the same numbers
+        return  # sharded
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]  # as integers
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
@@ -435,13 +436,12 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
         group["lr"] = float(group["lr"]) * factor  # a task may have set a tensor
 
 
-# To add a --schedule, write a function and name it in SCHEDULES; --warmup-epochs come before it:
+# A schedule returns the learning rate divided by its peak, for a global step from `start`, the end
+# of the warm-up, to `end`, the end of the run. To add one, write a function, name it in SCHEDULES:
 #     def halving(step, start, end, marks, low):
 #         return 0.5 ** ((step - start) / 1000)
-# It returns the learning rate divided by its peak, at a global step from `start`, the end of the
-# warm-up, to `end`, the end of the run. `low` is --final-lr: the last rate divided by the peak.
-# If the function reads `marks`, which is --step-epochs in steps, name it in USE_MARKS too; `low`
-# is then --step-gamma.
+# `low` is the lowest value, --final-lr. A schedule in USE_MARKS has two other options: `marks` is
+# --step-epochs in steps, and `low` is --step-gamma.
 
 
 def constant(step: int, start: int, end: int, marks: list[int], low: float) -> float:
@@ -561,9 +561,10 @@ class StepGuard:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         in_a_row = (self.in_a_row + self.bad) * self.bad  # 0 after a good step
-        # At 10 the count stays: the loop reads it only at log lines and saves.
+        # At 10 the count stays, also after a good step: it is read only at log lines and saves.
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
-        for buffers, kept in zip(self.statistics, self.kept):  # kept: after the last good step
+        # After a good step `kept` gets the buffers, after a skipped one the buffers get `kept`.
+        for buffers, kept in zip(self.statistics, self.kept):
             torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)
             torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
         self.grad_scaler.update()
@@ -796,29 +797,33 @@ class State:
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
-        for group, now in zip(checkpoint["optimizer"]["param_groups"], self.optimizer.param_groups):
-            for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
-                group[name] = now[name]
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
-        groups = self.optimizer.param_groups
-        parameters = dict(enumerate(p for group in groups for p in group["params"]))
-        saved = dict(checkpoint["optimizer"]["state"])  # by number; some add other keys
-        numbers = parameters.keys() & saved.keys()
-        for i in numbers:
-            saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))
-        self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})
-        for i in numbers:
-            restore_types(self.optimizer.state[parameters[i]], saved[i], parameters[i])
-        for name in ("scheduler", "scaler"):
-            getattr(self, name).load_state_dict(checkpoint[name])
-        own = self.average.state_dict()
-        self.average.load_state_dict(cut_like(checkpoint["average"], own))
+        self._restore_optimizer(checkpoint["optimizer"])
+        self.scheduler.load_state_dict(checkpoint["scheduler"])
+        self.scaler.load_state_dict(checkpoint["scaler"])
+        average = cut_like(checkpoint["average"], self.average.state_dict())
+        self.average.load_state_dict(average)
         for name in ("epoch", "step", "global_step", "best"):
             setattr(self, name, checkpoint[name])
         # Compute the rates anew, so that more --epochs take effect at once.
         schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
         for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
             group["lr"] = peak * factor(self.global_step)
+
+    def _restore_optimizer(self, state: dict[str, Any]) -> None:
+        """Load what `whole` made of an optimizer's state, in which parameters have numbers."""
+        for group, now in zip(state["param_groups"], self.optimizer.param_groups):
+            for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
+                group[name] = now[name]
+        groups = self.optimizer.param_groups
+        parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        saved = dict(state["state"])  # some optimizers add keys that are no number
+        numbers = parameters.keys() & saved.keys()
+        for i in numbers:
+            saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))
+        self.optimizer.load_state_dict(state | {"state": saved})
+        for i in numbers:
+            restore_types(self.optimizer.state[parameters[i]], saved[i], parameters[i])
 
 
 def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor) -> None:

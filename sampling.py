@@ -37,8 +37,8 @@ class GlobalBatchSampler(Sampler):
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 
-    With accumulation each micro-batch is cut among the ranks: together they hold the micro-batch
-    of a single device. `balanced` draws an epoch with replacement instead, each class of
+    With accumulation each micro-batch is cut among the ranks: together they hold the samples that
+    a single device has in it. `balanced` draws an epoch with replacement instead, each class of
     `dataset.targets` equally often on average. `set_position` names the epoch and the step to
     start at: what a resumed run skips is never loaded.
     """
@@ -131,7 +131,7 @@ class ShardSampler(Sampler):
         self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
         self.steps = range(0, length, self.batch_size)[rank::world_size]
         most = len(range(0, length, self.batch_size)[::world_size])
-        self.missing = most - len(self.steps)  # 1 if rank 0 has one batch more
+        self.missing = most - len(self.steps)  # 1 if this rank has a batch less than rank 0, else 0
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -155,8 +155,8 @@ class KeyedDataset(Dataset):
     place.
     """
 
-    # A hash of (seed, epoch) of the batch that this process is fetching. There is one for each
-    # process: a data set behind Subset, or another wrapper, would not find it on an object.
+    # A hash of (seed, epoch) of the batch that this process is fetching. It is kept on the class,
+    # like a global variable: a data set behind a wrapper, such as Subset, finds it too.
     epoch_key = 0
 
     def __init__(self, dataset: Dataset, seed: int, skip_corrupt: bool = False) -> None:

@@ -3,12 +3,13 @@
 A task is any file with the first four functions (--task FILE.py); README has one of 11 lines, and
 tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
 
-build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor or
-                                         a nested tuple, list or dict of tensors. A data set with
-                                         `in_memory = True` is loaded without worker processes.
+build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
+                                         number, or a nested tuple, list or dict of them. A data
+                                         set with `in_memory = True` is loaded without workers.
 build_model(args) -> nn.Module           called with the random state seeded by --seed
-per_sample_loss(outputs, targets)        Tensor [n], differentiable. Keyword-only parameters get
-                                         the option that they name
+per_sample_loss(outputs, targets)        Tensor [n], differentiable. A keyword-only parameter gets
+                                         the option of its name, here and in the metrics:
+                                         def per_sample_loss(outputs, targets, *, beta) gets --beta
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
                                          A list of n values is not averaged: it is collected
@@ -19,8 +20,8 @@ the samples of a batch would depend on the cut. A task may also have:
 
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
-dataset_metrics(outputs)                 {name: float}: metrics that are no mean over samples, as
-                                         AP. `outputs` has the lists of per_sample_metrics, with a
+dataset_metrics(lists)                   {name: float}: metrics that are no mean over samples, as
+                                         AP. `lists` has the lists of per_sample_metrics, with a
                                          value per sample of the set, in its order, on rank 0's CPU
 train_metrics(outputs, targets)          the metrics of the training log; without this function
                                          the log has the loss alone, and no step computes more

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # a first batch
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries them
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(state, train_sampler, val_set, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # this is called; net keeps the plain names
+    model = net  # what the loop calls; the names of a checkpoint are those of net
     if args.compile:
         model.compile()
 

@@ -24,7 +24,7 @@ from machinery.usertask import blame, load_module
 FIXED = 0
 MAY_CHANGE = 1  # when a run is resumed
 PER_NODE = 2  # may differ between the nodes of a run
-EVALUATED = 4  # an evaluation of the checkpoint depends on it too
+EVALUATED = 4  # must be the same when the checkpoint is evaluated, too
 FREE = MAY_CHANGE | PER_NODE
 
 
@@ -271,7 +271,8 @@ def add_options_of_task(
 ) -> tuple[list[str], set[str]]:
     """Let the file of --task add its options, and return their names in the parsed arguments.
 
-    The second result has those that are FREE; see task.py. The others are FIXED and EVALUATED.
+    The second result has those with `may_change`, see task.py: they are FREE. The others are FIXED
+    and EVALUATED.
     """
     first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     first.add_argument("--task", type=task_file, default=TASK, nargs="?")

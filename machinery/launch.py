@@ -83,10 +83,11 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
 
 
 def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple[int, str]:
-    """Return the exit code of the run, and the cause of a failure if no rank has told it.
+    """Return the exit code of the run, and the cause of a failure if no rank has printed it.
 
-    `ended` has the exit code of each rank; None: it had to be killed. The first of these decides:
-    a code that a rank chose on purpose; a kill by a signal; any other code.
+    `ended` has the exit code of each rank; a negative one is the number of the signal that killed
+    it, None a rank that this launcher had to kill. The first of these decides: a code that a rank
+    chose on purpose; a kill by a signal; any other code.
     """
     if {*ended} - {None, 0, -signal.SIGABRT}:  # NCCL aborts a rank that has lost another one
         ended = [FAILED if code == -signal.SIGABRT else code for code in ended]
@@ -200,7 +201,7 @@ def main() -> int:
             processes = start(script, argv, devices, attempt)
             code, cause = wait_for(processes, 1, received)
             written = last.exists() and last.stat().st_mtime_ns != before
-            # There must be a checkpoint of this run; without one the same would happen again.
+            # Without a checkpoint of this run the same would happen again.
             can_resume = written or (before and args.resume == "auto")
             if code != 1 or received or not can_resume or attempt == RESTARTS:
                 break

@@ -1,4 +1,8 @@
-"""How one process of a run begins, meets the others, stops on a signal, and ends."""
+"""How one process of a run begins, meets the others, stops on a signal, and ends.
+
+In this order: a main that a notebook calls; signals, on which all ranks stop at the same step;
+where the ranks meet, and how SLURM numbers them; how a process ends, and with which exit code.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from sampling import end_with_parent
 
 # They stop a run at the next step; after saving it ends with this exit code.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
-PRIORITY = [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM]  # of two signals the later one wins
+PRIORITY = [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM]  # of two, the one further right wins
 # A rank raises this when another is gone. A lost connection of the task itself has other words.
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*"
@@ -112,35 +116,38 @@ class StopSignal:
     """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []  # numbers of PRIORITY, from 1
-        self.on_its_way: tuple | None = None  # the all-reduce of the last step
+        self.received: list[int] = []  # places in PRIORITY, from 1
         received = self.received
 
         def remember(number: int, frame: Any) -> None:
             received.append(PRIORITY.index(number) + 1)
 
-        # The handlers outlive the run. They hold the list and not `self`: `on_its_way` would keep
+        # The handlers outlive the run. They hold the list and not `self`: `previous` would keep
         # gloo's threads alive.
         handle_signals(remember)
         if dist.is_initialized():
             end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
+            self.previous = self._start_reduction()
+
+    def _start_reduction(self) -> tuple[dist.Work, torch.Tensor]:
+        """Start to reduce the ranks' numbers to the highest; 0 is no signal."""
+        number = torch.tensor(max(self.received, default=0))
+        return dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True), number
 
     def agreed(self, wait: bool = False) -> signal.Signals | None:
         """Return the signal on which all ranks stop now. Call it on every rank.
 
-        The ranks' numbers are reduced asynchronously and read one step later, so that no rank
-        waits for another. `wait` reads them at once.
+        A reduction that starts in one step is read in the next, so that no rank waits for another.
+        `wait` reads it at once.
         """
-        highest = max(self.received, default=0)
+        number = max(self.received, default=0)
         if dist.is_initialized():
-            mine = torch.tensor(highest)
-            work = dist.all_reduce(mine, dist.ReduceOp.MAX, async_op=True)
-            older, self.on_its_way = self.on_its_way, (work, mine)
-            work, reduced = self.on_its_way if wait else older or (None, torch.tensor(0))
-            if work:  # None in the first step
-                work.wait()
-            highest = int(reduced)
-        return PRIORITY[highest - 1] if highest else None
+            current = self._start_reduction()
+            work, reduced = current if wait else self.previous
+            self.previous = current
+            work.wait()
+            number = int(reduced)
+        return PRIORITY[number - 1] if number else None
 
 
 # -------------------------------------------------------------------------- where ranks find others
@@ -243,6 +250,9 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving; a
     failed rank tells its launcher FAILED. A signal before training begins ends the process at
     once: nothing can be lost yet. `hard_exit` ends the process here, without Python's clean-up.
+
+    The ranks raise Stopped together, and leave together. Any other error is of one rank: it ends
+    without waiting for the others, which would wait for it.
     """
     global _is_program
     _is_program = True

@@ -47,7 +47,8 @@ tqdm.set_lock(threading.RLock())
 class Run:
     """Position, checkpoints and end of a run. Create it on every rank; only rank 0 writes files.
 
-    Call each of its methods on every rank: within them the ranks talk to each other. `config` is
+    Call each of its methods on every rank: within them the ranks talk to each other. `resume` opens
+    the files, `end_step` and `end_epoch` count, log and save, `finish` closes. `config` is
     stored in the checkpoint. A resume must give the options in `fixed` the values that they had.
     All ranks must give those in `same_on_all_ranks` the same values.
     """
@@ -85,8 +86,8 @@ class Run:
         self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stop: StopSignal | None = None  # stays None with --eval-only
-        self.stopping: signal.Signals | None = None  # the signal on which the run ends
-        self.refused = ""  # why the last save was refused
+        self.stopping: signal.Signals | None = None  # the signal after which the next save is last
+        self.refused = ""  # why the last save was not made: which parameters are not finite
         must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
         check_agreement(must_agree, self.config.get("task"), sampler.length, val_set, device)
 
@@ -535,7 +536,7 @@ class RunFiles:
         return False
 
     def _bytes_before(self, checkpoint: dict[str, Any] | None) -> int:
-        """Return how much of metrics.jsonl is older than the checkpoint."""
+        """Return how many bytes of metrics.jsonl are of steps before the checkpoint."""
         kept = 0
         self.log.seek(0)
         for line in self.log if checkpoint else ():
@@ -544,7 +545,7 @@ class RunFiles:
                 done = entry["global_step"] <= checkpoint["global_step"]
                 if entry["event"] == "eval":
                     done = entry["epoch"] < checkpoint["epoch"]
-            except (ValueError, KeyError, TypeError):  # torn, or not ours
+            except (ValueError, KeyError, TypeError):  # half a line, or not of a run
                 break
             if not done or not line.endswith("\n"):
                 break

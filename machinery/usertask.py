@@ -91,7 +91,7 @@ class Task:
         for name in ("per_sample_loss", "per_sample_metrics", "train_metrics", "dataset_metrics"):
             if name in self.functions:
                 self.functions[name] = self._with_options(self.functions[name])
-        # None if the task has no such function: then no lists are collected.
+        # None if the task has no such function.
         has_it = "dataset_metrics" in self.functions
         self.dataset_metrics = self._dataset_metrics if has_it else None
 
@@ -260,8 +260,10 @@ def check_run(
 ) -> None:
     """Send a first batch of each set through the network, loss and metrics, in evaluation mode.
 
-    `net` is on the device. Nothing of a run is disturbed: each of its steps seeds the generators.
-    Raises UsageError if something is wrong. --no-check leaves it out.
+    Of the training set it is this rank's first micro-batch. The last batch of the evaluation set,
+    which may be smaller, is sent too. `net` is on the device. Nothing of a run is disturbed: each
+    of its steps seeds the generators. Raises UsageError if something is wrong. --no-check leaves it
+    out.
     """
     args = task.args
     if not args.check:

@@ -1,7 +1,9 @@
 """Image classification, `--task images`: torchvision's sets and models, or directories of pictures.
 
-bash run.sh ddp 2 --task images --data-dir pictures --model resnet18      pictures/train/CLASS/*.jpg
+bash run.sh ddp 2 --task images --data-dir pictures --model resnet18
 bash run.sh ddp 2 --task images --dataset cifar10 --data-dir data --download
+
+`pictures` holds a directory for each class: pictures/train/cat/1.jpg, pictures/val/cat/9.jpg.
 """
 
 from __future__ import annotations
@@ -220,7 +222,7 @@ class ImagesInMemory(Dataset):
 
 
 class SmallImages(datasets.ImageFolder):
-    """Image files of less than 64 pixels -> (uint8 [3, size, size], int64 []), as ImagesInMemory.
+    """Image files, resized to less than 64 pixels -> (uint8 [3, size, size], int64 []).
 
     They are shifted and mirrored as a whole batch: one by one would take six times as long.
     """
