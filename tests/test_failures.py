@@ -172,11 +172,14 @@ class Rank:
 
 @pytest.mark.parametrize("code", [143, FAILED])
 def test_rank_that_hangs_while_the_others_end_is_killed(code, monkeypatch):
-    monkeypatch.setattr(machinery.launch, "handle_signals", lambda handler: None)
+    """A signal that the launcher gets is handed on to it before."""
+    sent = []
+    monkeypatch.setattr(machinery.launch, "handle_signals", lambda handler: handler(TERM))
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(machinery.launch, "GRACE", 0.2)
     processes = [Rank(code), Rank(None)]
     assert machinery.launch.wait_for(processes, 1, []) == (1 if code == FAILED else code, "")
-    assert [process.killed for process in processes] == [False, True]
+    assert [process.killed for process in processes] == [False, True] and sent == [TERM]
 
 
 def test_refused_input_ends_the_other_ranks_at_once(monkeypatch):

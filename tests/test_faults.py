@@ -45,7 +45,7 @@ def assert_same(result, reference):
 
 
 # Before the first file is whole; as a new last.pt comes into its place after an evaluation.
-@pytest.mark.parametrize("number", [2, 22])
+@pytest.mark.parametrize("number", [2, 14])
 def test_killed_within_a_save(number, tmp_path):
     patch = functools.partial(kill_at_call, number)
     killed = train("single", 1, *SMALL, folder=tmp_path, patch=patch)
