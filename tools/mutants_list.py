@@ -291,7 +291,7 @@ mutant("average: never evaluated", "machinery/run", "if not self.state.average.n
 mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
 mutant("divergence: not seen at the end", "machinery/run", "if logs or saves:", "if (logs and not ends) or saves:", DIVERGED)
-mutant("stop: every rank by itself", "machinery/process", "highest = int(reduced)", "pass", "test_stronger_signal_wins_on_whichever_rank")
+mutant("stop: every rank by itself", "machinery/process", "number = int(reduced)", "pass", "test_stronger_signal_wins_on_whichever_rank")
 mutant("stop: only if all ranks were told", "machinery/process", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op", "test_stronger_signal_wins_on_whichever_rank")
 mutant("stop: without saving", "machinery/run", "if self.files:\n            checkpoint |=", "if self.files and not self.stopping:\n            checkpoint |=",
        f"{BITWISE}[single-1-9]")
@@ -313,11 +313,11 @@ mutant("order: every epoch is told that it is the first", "machinery/run", "set_
 
 # common.py
 
-mutant("resume: nothing of the optimizer", "common", 'self.optimizer.load_state_dict(checkpoint["optimizer"] | {"state": saved})', "numbers = []",
+mutant("resume: nothing of the optimizer", "common", 'self.optimizer.load_state_dict(state | {"state": saved})', "numbers = []",
        f"{BITWISE}[single-1-9]")
-mutant("resume: scheduler not restored", "common", 'for name in ("scheduler", "scaler"):\n            getattr', 'for name in ("scaler",):\n            getattr',
+mutant("resume: scheduler not restored", "common", 'self.scheduler.load_state_dict(checkpoint["scheduler"])', "pass",
        "test_pitfall_23_learning_rate_goes_on_at_resume")
-mutant("resume: scaler not restored", "common", 'for name in ("scheduler", "scaler"):\n            getattr', 'for name in ("scheduler",):\n            getattr',
+mutant("resume: scaler not restored", "common", 'self.scaler.load_state_dict(checkpoint["scaler"])', "pass",
        "test_loss_scale_of_fp16_goes_on_at_resume")
 mutant("resume: average not restored", "common", "self.average.load_state_dict(", "dict(", f"{BITWISE}[single-1-9]")
 mutant("resume: learning rate of the shorter run", "common", 'group["lr"] = peak * factor(self.global_step)', "pass",
