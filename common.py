@@ -2,8 +2,7 @@
 
 In this order: ranks and devices, communication, batches, the model, optimization, averages, meters,
 the state of a run, checkpoint files. This file imports nothing else of the project, so that you can
-copy it. Without a process group the helpers of a loop that communicate change nothing: it needs no
-branch on the mode.
+copy it. A loop needs no branch on the mode: without a process group its helpers change nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def ranks_from_env() -> tuple[int, int, int]:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except KeyError as error:
         raise UsageError(
-            f"no launcher ({error} is not set). Start it with torchrun --standalone "
-            "--nproc-per-node 2 train_ddp.py [options], or: bash run.sh ddp 2 [options]"
+            f"no launcher ({error} is not set). Start it with torchrun, as in torchrun --standalone "
+            "--nproc-per-node 2 train_ddp.py [options], or with bash run.sh ddp 2 [options]"
         ) from error
     return rank, local_rank, world_size
 
@@ -200,11 +199,12 @@ class InReverse(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net = net  # DDP broadcasts its buffers in a forward, and fails if there are none
+        self.net = net  # in a forward DDP broadcasts the buffers that it finds here
         self.trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
 
     def forward(self) -> Tensor:
         total = torch.zeros((), device=self.trained[0].device)
+        # The backward goes from the last addition to the first.
         for parameter in self.trained:
             total = total + parameter.sum() * 0
         return total
@@ -369,9 +369,13 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     def plain(name: str) -> str:  # DDP and compile add to names, also of a part of the model
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
-    names = {plain(name): name for name in own}
-    given = {names.get(plain(n), n): value for n, value in weights.items() if n not in own}
-    given |= {name: value for name, value in weights.items() if name in own}
+    own_names = {plain(name): name for name in own}
+    given = {}
+    for name, value in weights.items():
+        if name in own:
+            given[name] = value
+        else:
+            given.setdefault(own_names.get(plain(name), name), value)
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -565,7 +569,7 @@ class StepGuard:
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         # After a good step `kept` gets the buffers, after a skipped one the buffers get `kept`.
         for buffers, kept in zip(self.statistics, self.kept):
-            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)
+            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)  # [all statistics]
             torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
         self.grad_scaler.update()
 

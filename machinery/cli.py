@@ -313,7 +313,8 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
         "name": Path(args.task).stem,  # of a new directory
         "replicas": getattr(args, "replicas", 1),
         "config": config,
-        # In the order of --help: a default that follows from another option is named after it.
+        # In the order of --help: the refusal names the option that was given, as --batch-size, and
+        # not one whose default follows from it, as --eval-batch-size.
         "fixed": [name for name in config if name in fixed - args.free_task_options],
         "same_on_all_ranks": [name for name in config if name not in per_node],
     }

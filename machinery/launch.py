@@ -71,7 +71,7 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
     while None in ended:
         time.sleep(0.05)
         ended = codes()
-        if any(ended):
+        if any(ended):  # a code that is neither None (it runs) nor 0: a rank has failed
             deadline = min(deadline, time.monotonic() + GRACE)
         if time.monotonic() > deadline or 2 in ended:  # 2: bad input; the others may wait
             break
@@ -89,12 +89,16 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     it, None a rank that this launcher had to kill. The first of these decides: a code that a rank
     chose on purpose; a kill by a signal; any other code.
     """
-    if {*ended} - {None, 0, -signal.SIGABRT}:  # NCCL aborts a rank that has lost another one
+    # NCCL aborts a rank that has lost another one. It is the cause only if no other code is there.
+    if {*ended} - {None, 0, -signal.SIGABRT}:
         ended = [FAILED if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
-    if purpose := [code for code in failed if code in ON_PURPOSE]:
-        return purpose[0], ""
-    if killed := [rank for rank, code in enumerate(ended) if code and code < 0]:
+    chosen = [code for code in failed if code in ON_PURPOSE]
+    killed = [rank for rank, code in enumerate(ended) if code and code < 0]
+    untold = [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED)]
+    if chosen:
+        return chosen[0], ""
+    if killed:
         number = signal.Signals(-ended[killed[0]])
         if number in received:
             return 128 + number, f"stopped by {number.name} with nothing to save"
@@ -102,7 +106,7 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     if nnodes > 1 and failed:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"
-    if untold := [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED)]:
+    if untold:
         return 1, f"process {untold[0]} left with exit code {ended[untold[0]]}"
     if failed and 0 in ended:
         return 1, "a rank left before the end"
@@ -203,7 +207,8 @@ def main() -> int:
             written = last.exists() and last.stat().st_mtime_ns != before
             # Without a checkpoint of this run the same would happen again.
             can_resume = written or (before and args.resume == "auto")
-            if code != 1 or received or not can_resume or attempt == RESTARTS:
+            failed = code == 1 and not received  # and was not stopped
+            if not (failed and can_resume and attempt < RESTARTS):
                 break
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
         tell(cause)

@@ -61,11 +61,13 @@ class DataParallelOnCPU(nn.Module):
         self.module, self.replicas = module, replicas
 
     def forward(self, *inputs: Any) -> dict[str, Tensor]:
-        counts: list[int] = []  # of pieces; a small batch has fewer than there are replicas
-        tree_map(lambda tensor: counts.append(len(tensor.chunk(self.replicas))), inputs)
-        # The replicas share the parameters: gradients add up. Replica 0 updates the buffers.
+        tensors: list[Tensor] = []
+        tree_map(tensors.append, inputs)
+        pieces = len(tensors[0].chunk(self.replicas))  # a small batch has fewer than replicas
+        # The replicas share the parameters: gradients add up. Replica 0 updates the buffers, the
+        # others have copies.
         buffers = dict(self.module.named_buffers())
-        copies = [{name: b.clone() for name, b in buffers.items()} for _ in range(1, counts[0])]
+        copies = [{name: b.clone() for name, b in buffers.items()} for _ in range(1, pieces)]
         seed, outputs = torch.initial_seed(), []
         for r, own in enumerate([buffers, *copies]):
             seed_generators(seed + r)
@@ -173,7 +175,7 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # What is left is small, and the backward begins with it: it is kept after the forward.
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
-    for module in net.modules():  # gloo's mean of shards is a sum in torch 2.8
+    for module in net.modules():  # in torch 2.8 gloo's mean is a sum: FSDP itself has to divide
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
             module.set_force_sum_reduction_for_comms(True)
 

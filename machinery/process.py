@@ -41,7 +41,7 @@ LOST_CONNECTION = re.compile(
     re.DOTALL,
 )
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
-GRACE = 10  # seconds that the ranks have after a failure: one may hang, or its disk
+GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
 REPEATED = 30  # seconds that the other ranks wait before they print the first rank's error too
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
@@ -74,7 +74,10 @@ def attempt() -> int:
 
 
 def restore(read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-    """Note what `read` returns now; at the end of the run `write` puts it back."""
+    """Note what `read` returns now. When `leaves_no_trace` ends, `write` puts it back.
+
+    In a program nothing is put back: the process ends.
+    """
     at_end.callback(write, read())
 
 
@@ -102,7 +105,7 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def handle_signals(handler: Callable[[int, Any], None]) -> None:
-    """Let `handler` answer the signals that stop a run, until the run ends."""
+    """Let `handler` answer the signals that stop a run."""
     if threading.current_thread() is not threading.main_thread():
         return  # Python lets only the main thread decide it
     for number in SIGNALS:
@@ -122,8 +125,8 @@ class StopSignal:
         def remember(number: int, frame: Any) -> None:
             received.append(PRIORITY.index(number) + 1)
 
-        # The handlers outlive the run. They hold the list and not `self`: `previous` would keep
-        # gloo's threads alive.
+        # If the handler held `self`, it would keep `previous`, and with it gloo's threads, alive
+        # after the run.
         handle_signals(remember)
         if dist.is_initialized():
             end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
@@ -138,7 +141,7 @@ class StopSignal:
         """Return the signal on which all ranks stop now. Call it on every rank.
 
         A reduction that starts in one step is read in the next, so that no rank waits for another.
-        `wait` reads it at once.
+        `wait` reads it at once. No signal is lost: `received` has it from then on.
         """
         number = max(self.received, default=0)
         if dist.is_initialized():
@@ -291,8 +294,8 @@ def fail(error: BaseException) -> int:
     """Report what a rank raised, and end the process so that its launcher blames the right rank.
 
     Under run.sh and spawn a rank that has lost another one ends in silence: the other one prints
-    the cause. Torchrun blames the rank that ends first. There a rank that has lost another one
-    returns, which takes longer than `leave`.
+    the cause. Torchrun blames the rank that ends first. So there a rank that has lost another one
+    ends slowly: it returns, and does not `leave`.
     """
     words, meaning = f"{type(error).__name__}: {error}", ""
     calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]

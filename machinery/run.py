@@ -48,9 +48,10 @@ class Run:
     """Position, checkpoints and end of a run. Create it on every rank; only rank 0 writes files.
 
     Call each of its methods on every rank: within them the ranks talk to each other. `resume` opens
-    the files, `end_step` and `end_epoch` count, log and save, `finish` closes. `config` is
-    stored in the checkpoint. A resume must give the options in `fixed` the values that they had.
-    All ranks must give those in `same_on_all_ranks` the same values.
+    the files, `end_step` counts, logs and saves, `end_epoch` logs and saves, `finish` closes.
+
+    `config` is stored in the checkpoint. A resume must give the options in `fixed` the values that
+    they had. All ranks must give those in `same_on_all_ranks` the same values.
     """
 
     def __init__(
@@ -185,7 +186,8 @@ class Run:
         self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
         self.stopping = self.stop.agreed()
         due = self.save_every and state.global_step % self.save_every == 0
-        saves = not ends and (due or self.stopping)  # train_*.py itself saves after an epoch
+        # At the end of an epoch train_*.py itself saves; a run that was told to stop ends there.
+        saves = not ends and (due or self.stopping)
         if logs or saves:
             self._end_if_diverged()
         if saves:
@@ -193,7 +195,7 @@ class Run:
 
     def _end_if_diverged(self) -> None:
         # To read the number is to wait for the device: so only at log lines and saves, which wait
-        # anyway. `stop.agreed` comes first: it raises if a rank is lost, where CUDA would hang.
+        # anyway.
         if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
             raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")
@@ -226,7 +228,8 @@ class Run:
         self.stopping = self.stop.agreed(wait=True) if state.epoch < self.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
-            # best.pt still has the score before. Only rank 0 knows, and only rank 0 saves `best`.
+            # best.pt still has the score before. Only rank 0 knows that the save was refused: on the
+            # others `best` is wrong, and nobody reads it.
             state.best = best_before
         if self.files and state.epoch == self.epochs and state.best is not None:
             path = self.files.directory / "best.pt"
@@ -422,8 +425,9 @@ class Log:
         """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
         self.spend("eval_s")
         values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
-        # Between two epochs the state counts the one before as done.
-        epoch = self.state.epoch - (self.state.step == 0 and self.state.epoch > 0)
+        epoch = self.state.epoch
+        if self.state.step == 0 and epoch > 0:  # the state counts the epoch as done
+            epoch -= 1
         line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
         line |= self.spent
         self.start_times()

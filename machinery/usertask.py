@@ -113,7 +113,7 @@ class Task:
         seed_generators(self.args.seed)
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
-            len(train_set), len(val_set)
+            len(train_set), len(val_set)  # raises if a set has no length
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
@@ -157,7 +157,8 @@ class Task:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 found = type(optimizer).__name__
                 raise UsageError(f"{where} must return an optimizer of torch.optim, got {found}")
-            inspect.signature(optimizer.step).bind()  # a step that needs a closure is none of ours
+            # Raises if a step needs a closure: the loop passes none.
+            inspect.signature(optimizer.step).bind()
             parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
             trained = {id(p) for p in net.parameters() if p.requires_grad}
             if not trained <= parts <= {id(p) for p in net.parameters()}:
@@ -223,23 +224,24 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
     They are the topmost modules with at most an eighth of the parameters, or without parts of their
-    own. Left out are modules that share a weight with another, and modules of vectors alone: torch
-    warns that a norm returns a view, which must not be changed.
+    own. Left out are modules with less than 1/256 of them, and modules of vectors alone: torch
+    warns that a norm returns a view, which must not be changed. Of a module that shares a weight
+    with another, the parts are looked at.
     """
     total = sum(parameter.numel() for parameter in net.parameters())
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
+    containers = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
     def visit(module: nn.Module) -> list[nn.Module]:
         size = sum(parameter.numel() for parameter in module.parameters())
-        only_vectors = all(parameter.dim() < 2 for parameter in module.parameters())
-        if 256 * size < total or only_vectors:
+        too_small = 256 * size < total
+        if too_small or all(parameter.dim() < 2 for parameter in module.parameters()):
             return []
         parts = [] if isinstance(module, READ_THEIR_PARTS) else [*module.children()]
-        containers = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-        if isinstance(module, containers) or (parts and 8 * size > total):
-            return [found for part in parts for found in visit(part)]
+        too_large = parts and 8 * size > total
         inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-        if any(uses[key] > times for key, times in inside.items()):  # shares a weight
+        shares_a_weight = any(uses[key] > times for key, times in inside.items())
+        if isinstance(module, containers) or too_large or shares_a_weight:
             return [found for part in parts for found in visit(part)]
         return [module]
 
@@ -262,7 +264,7 @@ def check_run(
 
     Of the training set it is this rank's first micro-batch. The last batch of the evaluation set,
     which may be smaller, is sent too. `net` is on the device. Nothing of a run is disturbed: each
-    of its steps seeds the generators. Raises UsageError if something is wrong. --no-check leaves it
+    of its epochs sets the training mode, each of its steps seeds the generators. Raises UsageError if something is wrong. --no-check leaves it
     out.
     """
     args = task.args

@@ -188,7 +188,7 @@ def shift_and_flip(windows: np.ndarray, index: np.ndarray, draws: np.ndarray, fl
 
     draws [n, 3] in [0, 1) decide. numpy is faster here: it copies row by row, torch pixel by pixel.
     """
-    rows, columns = (draws[:, :2] * windows.shape[2]).astype(int).T
+    rows, columns = (draws[:, :2] * windows.shape[2]).astype(int).T  # of a window's corner
     images = windows[index, :, rows, columns]
     if flip:
         mirrored = draws[:, 2] < 0.5
