@@ -56,7 +56,7 @@ def ranks_from_env() -> tuple[int, int, int]:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except KeyError as error:
         raise UsageError(
-            f"no launcher ({error} is not set). Start it with torchrun, as in torchrun --standalone "
+            f"no launcher ({error} is not set). Start it with torchrun, as torchrun --standalone "
             "--nproc-per-node 2 train_ddp.py [options], or with bash run.sh ddp 2 [options]"
         ) from error
     return rank, local_rank, world_size

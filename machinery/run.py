@@ -228,8 +228,8 @@ class Run:
         self.stopping = self.stop.agreed(wait=True) if state.epoch < self.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
-            # best.pt still has the score before. Only rank 0 knows that the save was refused: on the
-            # others `best` is wrong, and nobody reads it.
+            # best.pt still has the score before. Only rank 0 knows that the save was refused: on
+            # the others `best` is wrong, and nobody reads it.
             state.best = best_before
         if self.files and state.epoch == self.epochs and state.best is not None:
             path = self.files.directory / "best.pt"

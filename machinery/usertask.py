@@ -264,8 +264,8 @@ def check_run(
 
     Of the training set it is this rank's first micro-batch. The last batch of the evaluation set,
     which may be smaller, is sent too. `net` is on the device. Nothing of a run is disturbed: each
-    of its epochs sets the training mode, each of its steps seeds the generators. Raises UsageError if something is wrong. --no-check leaves it
-    out.
+    of its epochs sets the training mode, each of its steps seeds the generators. Raises UsageError
+    if something is wrong. --no-check leaves it out.
     """
     args = task.args
     if not args.check:
