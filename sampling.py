@@ -56,7 +56,7 @@ class GlobalBatchSampler(Sampler):
         self.length = length = len(dataset)
         if batch_size > length:
             problem = f"is larger than the training set ({length} samples): an epoch would be empty"
-            raise UsageError(f"--batch-size {batch_size} {problem}")
+            raise UsageError(f"--batch-size {batch_size} {problem}; use at most {length}")
         self.batch_size, self.seed, self.accum_steps = batch_size, seed, accum_steps
         self.rank, self.world_size = rank, world_size
         least = world_size * accum_steps

@@ -104,13 +104,13 @@ class Run:
         self.log.start_times()
 
     def _open(self) -> dict[str, Any] | None:
-        self.files = self.log.files = RunFiles(self.directory, self.eval_only)
         restarted = attempt() > 0 and not self.eval_only
         if restarted and not self.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
             raise UsageError("--output-dir is needed for torchrun to start a run again")
         path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
         if checkpoint:
             self._check_config(checkpoint, path)
+        self.files = self.log.files = RunFiles(self.directory, self.eval_only)
         self.files.start(path, checkpoint, self.tensorboard)
         return checkpoint
 
