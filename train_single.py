@@ -69,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries them
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries them
 
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.build_average(args.average, net)

@@ -109,17 +109,17 @@ url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
 ROOT = Path(__file__).resolve().parent.parent
 TASK = str(ROOT / "task.py")
+TASKS = {path.stem: path for path in sorted((ROOT / "tasks").glob("*.py"))}
 
 
 def task_file(name: str) -> str:
     """Return the path of a task: that of NAME in tasks/, or the Python file that is named."""
     if name.endswith(".py"):
         return name
-    known = sorted(path.stem for path in (ROOT / "tasks").glob("*.py"))
-    if name not in known:
-        problem = f"must be a file with a name that ends in .py, or one of {', '.join(known)}"
+    if name not in TASKS:
+        problem = f"must be a file with a name that ends in .py, or one of {', '.join(TASKS)}"
         raise argparse.ArgumentTypeError(f"{problem}; got {name!r}")
-    return str(ROOT / "tasks" / f"{name}.py")
+    return str(TASKS[name])
 
 
 # fmt: off
@@ -246,8 +246,7 @@ class Parser(argparse.ArgumentParser):
 def tasks_with(option: str) -> str:
     """Return the names of the tasks in tasks/ that add this option, or an empty text."""
     quoted = f'"{option.partition("=")[0]}"'
-    tasks = sorted((ROOT / "tasks").glob("*.py"))
-    return " or ".join(path.stem for path in tasks if quoted in path.read_text())
+    return " or ".join(name for name, path in TASKS.items() if quoted in path.read_text())
 
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
@@ -279,14 +278,16 @@ def add_options_of_task(
     path = Path()
     with contextlib.suppress(argparse.ArgumentError):  # the parser of the mode says so
         path = Path(first.parse_known_args(argv)[0].task or TASK)
-    if not path.is_file():
+    if path == Path():
         return [], set()
+    check_file("--task", str(path))
+    before = len(parser._actions)
     with blame(f"--task {path}: add_options", str(path)):
-        group = parser.add_argument_group(f"task {path.stem}")
         if add_options := getattr(load_module(path), "add_options", None):
-            add_options(group)
-    free = {a.dest for a in group._group_actions if getattr(a, "may_change", False)}
-    return [action.dest for action in group._group_actions], free
+            add_options(parser.add_argument_group(f"task {path.stem}"))
+    added = parser._actions[before:]
+    free = {action.dest for action in added if getattr(action, "may_change", False)}
+    return [action.dest for action in added], free
 
 
 def declared(args: argparse.Namespace) -> dict[str, Any]:
@@ -338,7 +339,7 @@ def parse_args(
     parser = build_parser(mode)
     task_options, free = add_options_of_task(parser, argv)
     args = parser.parse_args(argv)
-    args.mode, args.task_options, args.free_task_options = mode, task_options, free
+    args.parallel_mode, args.task_options, args.free_task_options = mode, task_options, free
     for name in task_options:
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         problem = f"its value {value!r} cannot be stored in a checkpoint"

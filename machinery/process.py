@@ -42,7 +42,7 @@ LOST_CONNECTION = re.compile(
 )
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
-REPEATED = 30  # seconds that the other ranks wait before they print the first rank's error too
+REPEATED = 10  # seconds that the other ranks wait before they print the first rank's error too
 NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
 RENDEZVOUS_HINT = (
     "Check that every node was started, with its own --node-rank and the address and port of the "

@@ -90,19 +90,21 @@ class Task:
             raise UsageError(f"--task {self.path} {problem}")
         for name in ("per_sample_loss", "per_sample_metrics", "train_metrics", "dataset_metrics"):
             if name in self.functions:
-                self.functions[name] = self._with_options(self.functions[name])
+                self.functions[name] = self._with_options(name, self.functions[name])
         # None if the task has no such function.
-        has_it = "dataset_metrics" in self.functions
-        self.dataset_metrics = self._dataset_metrics if has_it else None
+        self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
 
-    def _with_options(self, function: Callable) -> Callable:
+    def _with_options(self, name: str, function: Callable) -> Callable:
         """Bind the options that a function names as keyword-only parameters."""
-        parameters = inspect.signature(function).parameters.values()
-        names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        if unknown := [name for name in names if not hasattr(self.args, name)]:
-            asked = f"{function.__name__} asks for {', '.join(unknown)}"
-            raise UsageError(f"--task {self.path}: {asked}, which is no option")
-        return functools.partial(function, **{name: getattr(self.args, name) for name in names})
+        bound = getattr(function, "keywords", {})  # of a functools.partial
+        found = inspect.signature(function).parameters.values()
+        asked = [p for p in found if p.kind is p.KEYWORD_ONLY and p.name not in bound]
+        known = {p.name: getattr(self.args, p.name) for p in asked if hasattr(self.args, p.name)}
+        unknown = [p.name for p in asked if p.name not in known and p.default is p.empty]
+        if unknown:
+            problem = f"{name} asks for {', '.join(unknown)}, which is no option"
+            raise UsageError(f"--task {self.path}: {problem}")
+        return functools.partial(function, **known)
 
     def blame(self, name: str) -> contextlib.AbstractContextManager[str]:
         """Return the context that names the file and this function in what its block raises."""
@@ -128,7 +130,7 @@ class Task:
             if not isinstance(net, nn.Module) or not list(net.parameters()):
                 found = type(net).__name__
                 raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
-            check_tensors(net, where, args.mode, args.channels_last)
+            check_tensors(net, where, args.parallel_mode, args.channels_last)
         with self.blame("get_extra_state of the model"):
             read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, Tensor)})
         own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
@@ -141,9 +143,8 @@ class Task:
             with blame(option):
                 load_weights(net, read_tensors(args.weights, "--weights"), option)
         freeze(net, args.freeze)
-        return net.to(
-            memory_format=torch.channels_last if args.channels_last else torch.contiguous_format
-        )
+        layout = torch.channels_last if args.channels_last else torch.contiguous_format
+        return net.to(memory_format=layout)
 
     def build_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the task's optimizer, or that of --optimizer."""
@@ -186,7 +187,7 @@ class Task:
         found = self.functions["train_metrics"](outputs, targets) or {}
         return {name: value for name, value in found.items() if not isinstance(value, list)}
 
-    def _dataset_metrics(self, outputs: dict[str, list]) -> dict[str, float]:
+    def _set_metrics(self, outputs: dict[str, list]) -> dict[str, float]:
         """Return metrics of the whole set, seeded: they draw the same numbers in every mode."""
         seed_rng(self.args.seed, -2, 0)  # no training step and no batch has this number
         with self.blame("dataset_metrics") as where:
@@ -327,7 +328,12 @@ def check_samples(
                 raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
         name = "train_metrics" if kind == "training" else "per_sample_metrics"
         with task.blame(name) as where:
-            metrics = getattr(task, name)(outputs, targets)
+            try:
+                metrics = getattr(task, name)(outputs, targets)
+            except Exception:
+                if kind == "training":
+                    return  # it is made for outputs of the training mode, which may be others
+                raise
             if not (metrics or kind == "training") or RESERVED & metrics.keys():
                 wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
                 raise UsageError(f"{where} must return {wanted}; got {metrics}")

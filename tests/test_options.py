@@ -53,7 +53,7 @@ def test_options_have_the_same_names_and_defaults_in_all_modes():
         args = vars(machinery.cli.parse_args(mode, []))
         assert {
             name: value for name, value in args.items() if name not in own.get(mode, ())
-        } == plain | {"mode": mode}
+        } == plain | {"parallel_mode": mode}
         assert args.keys() - plain.keys() == own.get(mode, set())
 
 
@@ -113,7 +113,7 @@ def test_defaults():
     assert found.keys() - DEFAULTS.keys() <= {
         "task",
         "local_rank",
-        "mode",
+        "parallel_mode",
         "task_options",
         "free_task_options",
         "eval_batch_size",
@@ -196,6 +196,41 @@ def test_check_changes_no_bit_of_the_run(mode, n, tmp_path):
     kept, wanted = (list(walk(run.checkpoint())) for run in (result, plain))
     pairs = [(a, b) for a, b in zip(kept, wanted, strict=True) if isinstance(b, torch.Tensor)]
     assert len(pairs) > 15 and all(a.equal(b) for a, b in pairs)
+
+
+LAZY = """import functools, torch
+from torch.nn import functional as F
+class Records(torch.utils.data.Dataset):
+    file = None
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, index):
+        if self.file is None:  # each loader worker opens its own
+            self.file = open(PATH, "rb", buffering=0)
+        self.file.seek(8 * index)
+        number = self.file.read(4) + self.file.read(4)
+        return torch.tensor([float(index)]), torch.tensor(int(int.from_bytes(number, "little") == index))
+def add_options(parser):
+    parser.add_argument("--mode", default="fine")
+    parser.add_argument_group("mine").add_argument("--width", type=int, default=2)
+def build_datasets(args): return Records(400), Records(100)
+def build_model(args): return torch.nn.Linear(1, args.width if args.mode == "fine" else 0)
+per_sample_loss = functools.partial(F.cross_entropy, reduction="none")
+def per_sample_metrics(outputs, targets): return {"right": targets.float()}
+train_metrics = per_sample_metrics
+"""
+
+
+def test_loader_workers_share_no_file_with_the_check(tmp_path):
+    """Workers are forked before the check reads a sample: a fork would share the place in a file that is open."""
+    (tmp_path / "numbers").write_bytes(b"".join(i.to_bytes(8, "little") for i in range(400)))
+    (tmp_path / "lazy.py").write_text(LAZY.replace("PATH", repr(str(tmp_path / "numbers"))))
+    argv = "--batch-size 8 --eval-batch-size 2 --epochs 3 --workers 4 --log-every 1000".split()
+    argv += ["--task", str(tmp_path / "lazy.py"), "--width", "3"]
+    result = train("single", 1, *argv, folder=tmp_path, patch=checked)
+    assert result.code == 0, result.err
+    assert [line["right"] for line in result.lines] == [1.0] * 6
+    assert result.checkpoint()["config"]["width"] == 3, "an option of a group of the task's own"
 
 
 REGISTERS = """import logging, torch

@@ -281,7 +281,7 @@ def test_commands_files_and_links_of_the_pages_exist(name):
     for by_run_sh, by_hand, argv in commands:
         mode = by_run_sh or by_hand
         if mode in SCRIPTS:
-            argv = shlex.split(argv)
+            argv = [part.replace("mine.py", "task.py") for part in shlex.split(argv)]
             parser = machinery.cli.build_parser(mode)
             machinery.cli.add_options_of_task(parser, argv)
             parser.parse_args(argv)

@@ -436,7 +436,7 @@ mutant("check: set_epoch is not called and nobody says so", "machinery/usertask"
        f"{REFUSED}[single-1 --task TMP/data-told.py]")
 mutant("best: an unknown metric", "machinery/usertask", "if args.best not in (None, *meter.sums) and not task.dataset_metrics:", "if False:",
        "test_metric_that_the_task_does_not_have_is_refused")
-mutant("nodes: evaluation sets are not compared", "machinery/run", "digest(keyed, [*range(0, n, math.ceil(n / 8))])", '""',
+mutant("nodes: evaluation sets are not compared", "machinery/run", "[digest(keyed, [i]) for i in range(0, n, math.ceil(n / 8))]", '""',
        "test_ranks_that_mean_different_runs_are_told[order]")
 mutant("data: drawn without a seed", "machinery/usertask", "seed_generators(self.args.seed)", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
 mutant("model: initial weights without the seed", "machinery/usertask", "torch.manual_seed(args.seed)", "", "test_seed_decides_the_initial_weights")
