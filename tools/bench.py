@@ -144,7 +144,7 @@ def take_turns(
 
 def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], None]:
     """Return one step of a loop that cannot be shorter, on a copy of the network."""
-    args = Namespace(**run.config | {"mode": mode})
+    args = Namespace(**run.config | {"parallel_mode": mode})
     task = Task(args)
     if mode == "fsdp":  # a sharded network cannot be copied
         net = task.build_net().to(run.device)
