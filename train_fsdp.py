@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries them
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries a batch
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))

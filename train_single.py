@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries them
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries a batch
 
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.build_average(args.average, net)

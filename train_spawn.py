@@ -79,7 +79,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
     train_loader = build_loader(train_set, train_sampler, device, **loading)
     val_loader = build_loader(val_set, val_sampler, device, **loading)
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries them
+    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries a batch
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     group = {"rank": rank, "world_size": world_size, "timeout": timeout(args.timeout)}
