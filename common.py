@@ -167,6 +167,43 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+def gather_samples(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the samples of all ranks, in order, and the place of this rank's first one.
+
+    For a loss that compares samples: `tensor`, [n, ...], is about this rank's slice of a
+    micro-batch; n may differ between ranks. Gradients go back to the rank that owns a sample. With
+    accumulation a sample is compared with those of its micro-batch alone. Without a process group,
+    and in evaluation, the result is (tensor, 0).
+    """
+    gather_samples.used = True  # for the check before a run
+    if not dist.is_initialized() or not torch.is_grad_enabled():
+        return tensor, 0
+    sizes: list[Any] = [0] * dist.get_world_size()
+    dist.all_gather_object(sizes, len(tensor))
+    return Gather.apply(tensor, sizes), sum(sizes[: dist.get_rank()])
+
+
+gather_samples.used = False
+
+
+class Gather(torch.autograd.Function):
+    """Concatenate the tensors of all ranks; each rank's loss depends on all of them."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, sizes: list[int]) -> Tensor:
+        context.sizes = sizes
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = reduce_value(gradient.float() if gradient.itemsize < 4 else gradient, average=False)
+        return total.split(context.sizes)[dist.get_rank()].to(gradient.dtype), None
+
+
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
@@ -240,27 +277,27 @@ def compress_gradients(model: nn.Module, method: str) -> None:
 # ---------------------------------------------------------------------------------------- batches
 
 
-def tree_map(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply `function` to every tensor of a nested tuple, list or dict."""
-    if isinstance(tree, Tensor):
+def tree_map(
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = torch.is_tensor
+) -> Any:
+    """Apply `function` to the tensors of nested tuples, lists and dicts; the rest stays."""
+    if is_leaf(tree):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: tree_map(function, value) for key, value in tree.items()}
+        return {key: tree_map(function, value, is_leaf) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        values = [tree_map(function, value) for value in tree]
+        values = [tree_map(function, value, is_leaf) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    kind = type(tree).__name__
-    raise TypeError(f"a sample holds tensors, and tuples, lists and dicts of them, not {kind}")
+    return tree
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to the device without waiting for the copy."""
-    return tree_map(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    """Move a batch to the device: its tensors without waiting for the copy, and what has `.to`."""
 
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if torch.is_tensor(value) else value.to(device)
 
-def split_batch(batch: Any, pieces: int) -> list[Any]:
-    """Cut a rank's batch into its parts of the micro-batches, along the first dimension."""
-    return [tree_map(lambda t, i=i: t.tensor_split(pieces)[i], batch) for i in range(pieces)]
+    return tree_map(move, batch, lambda value: hasattr(value, "to"))
 
 
 # ------------------------------------------------------------------------------------------ model
@@ -543,15 +580,21 @@ class StepGuard:
         """Return the loss times the scale: small gradients would be zero in fp16."""
         return self.grad_scaler.scale(loss)
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradient by the scale, and take its norm."""
+    def unscale_(self, optimizer: torch.optim.Optimizer, total: int | Tensor = 1) -> None:
+        """Divide the gradient by the scale, and take its norm.
+
+        `total` is what the losses of the step were divided by. If it is infinite, no sample had a
+        weight: the step is skipped, and the run goes on.
+        """
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
         # With sharded gradients each rank has only the norm of its own part here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         # NaN or Inf times 0 is NaN, which is not 0; isfinite would be five operations in each step.
-        self.bad = (self.norm * 0 != 0).float()  # 1 if the step must be skipped
+        self.bad = self.non_finite = (self.norm * 0 != 0).float()
+        if torch.is_tensor(total):
+            self.bad = self.non_finite.maximum(total.isinf().float())
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.defaults.get("fused"):  # it looks at `found_inf` by itself, on the device
@@ -564,7 +607,7 @@ class StepGuard:
     def update(self) -> None:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
-        in_a_row = (self.in_a_row + self.bad) * self.bad  # 0 after a good step
+        in_a_row = (self.in_a_row + self.non_finite) * self.bad  # 0 after a good step
         # At 10 the count stays, also after a good step: it is read only at log lines and saves.
         self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
         # After a good step `kept` gets the buffers, after a skipped one the buffers get `kept`.
@@ -611,7 +654,7 @@ class WeightAverage(nn.Module):
     an infinite mask would be NaN, and the mean of a large integer would be rounded.
     """
 
-    def __init__(self, net: nn.Module, decay: float = 0.99) -> None:
+    def __init__(self, net: nn.Module, decay: float) -> None:
         super().__init__()
         self.module, self.decay = copy.deepcopy(net), decay
         self.n_averaged = 0  # steps so far
@@ -626,7 +669,9 @@ class WeightAverage(nn.Module):
     @torch.no_grad()
     def after_step(self, net: nn.Module) -> None:
         """Move the average towards the weights of `net`; the first step copies them."""
-        share = 1 - self.decay if self.n_averaged else 1.0  # of the new values
+        n = self.n_averaged
+        decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0  # small at first: it forgets fast
+        share = 1 - decay  # of the new values
         averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
         groups: dict[Any, list] = {}
         for averaged, mine, new in zip(self.is_averaged, averages, values, strict=True):
@@ -655,12 +700,15 @@ class WeightAverage(nn.Module):
         self.module.load_state_dict(state)
 
 
-def build_average(kind: str, net: nn.Module) -> WeightAverage | NoAverage:
+def build_average(kind: str, net: nn.Module, decay: float) -> WeightAverage | NoAverage:
     """Return the average for "none" or "ema"."""
-    return WeightAverage(net) if kind == "ema" else NoAverage()
+    return WeightAverage(net, decay) if kind == "ema" else NoAverage()
 
 
 # ----------------------------------------------------------------------------------------- meters
+
+
+WEIGHT = " weight"  # added to the name of a sum, it names what the sum is divided by
 
 
 class Meter:
@@ -676,11 +724,15 @@ class Meter:
         self.lists: dict[str, list[list]] = {}
         self.count = 0
 
-    def add(self, **values: Tensor | list) -> None:
+    def add(self, **values: Tensor | tuple[Tensor, Tensor] | list) -> None:
         """Add one tensor [n] per name. Raises ValueError if the names or lengths differ.
 
-        A list of n values is kept on the CPU, for the function that `mean` is given.
+        Of a pair of tensors, sums and weights, the mean is the total of the sums divided by the
+        total of the weights. A list of n values is kept on the CPU, for the function that `mean` is
+        given.
         """
+        for name in [name for name, value in values.items() if isinstance(value, tuple)]:
+            values[name], values[name + WEIGHT] = values[name]
         if self.sums:
             self._check_names(values)
         first = next(iter(values.values()))
@@ -705,8 +757,12 @@ class Meter:
         it returns joins the means on all ranks. It needs an evaluation in ShardSampler's batches.
         """
         names, sums = self._sums()
-        *totals, count = reduce_value(sums, average=False).tolist()
-        means = {name: total / count for name, total in zip(names, totals)}
+        totals = dict(zip(names, reduce_value(sums, average=False).tolist()))
+        count = totals.pop("count")
+        means = {}
+        for name in [name for name in totals if not name.endswith(WEIGHT)]:
+            divisor = totals.get(name + WEIGHT, count)
+            means[name] = totals[name] / divisor if divisor else math.nan
         if function:
             ranks: list[Any] = [self.lists]
             if dist.is_initialized():

@@ -16,7 +16,7 @@ import multiprocessing.util
 import random
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,9 @@ from common import UsageError, get_rank, get_world_size, own_cores
 class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
-    All ranks have the same seed, so they compute the same permutation. Yields (epoch, indices), for
-    KeyedDataset: the workers live for the whole run, so each batch tells its epoch.
+    All ranks have the same seed, so they compute the same permutation. Yields, for KeyedDataset,
+    (epoch, a list of indices for each micro-batch): the workers live for the whole run, so each
+    step tells its epoch.
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 
@@ -73,13 +74,13 @@ class GlobalBatchSampler(Sampler):
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+    def __iter__(self) -> Iterator[tuple[int, list[list[int]]]]:
         order = epoch_order(self.length, self.seed, self.epoch, self.classes)
         for step in self.steps:
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
             micro_batches = np.array_split(batch, self.accum_steps)
             slices = [np.array_split(m, self.world_size)[self.rank] for m in micro_batches]
-            yield self.epoch, np.concatenate(slices).tolist()  # to KeyedDataset
+            yield self.epoch, [indices.tolist() for indices in slices]  # to KeyedDataset
 
 
 def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) -> np.ndarray:
@@ -145,11 +146,12 @@ class ShardSampler(Sampler):
 
 
 class KeyedDataset(Dataset):
-    """Fetches the batches that the samplers name; all randomness is keyed by the sample.
+    """Fetches what the samplers name: a batch, or a list of micro-batches.
 
-    The generators of torch, Python and numpy are seeded per sample by (seed, epoch, index). A
-    class of data sets with `whole_batches = True` also returns a ready batch from `__getitems__`.
-    It must draw with keyed_uniform and sample_key, which also work behind a wrapper like Subset.
+    Each is made by `collate` of a list of samples. The generators of torch, Python and numpy are
+    seeded per sample by (seed, epoch, index). A class of data sets with `whole_batches = True`
+    returns a ready batch from `__getitems__`. It must draw with keyed_uniform and sample_key, which
+    also work behind a wrapper like Subset.
 
     A sample that raises OSError ends the run; with `skip_corrupt` the next readable one takes its
     place.
@@ -159,16 +161,28 @@ class KeyedDataset(Dataset):
     # like a global variable: a data set behind a wrapper, such as Subset, finds it too.
     epoch_key = 0
 
-    def __init__(self, dataset: Dataset, seed: int, skip_corrupt: bool = False) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        seed: int,
+        skip_corrupt: bool = False,
+        collate: Callable[[list], Any] = default_collate,
+    ) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, seed, skip_corrupt
+        self.collate = collate
         # Ask the class: an instance may pass unknown names on to the data set that it wraps.
         self.whole_batches = getattr(type(dataset), "whole_batches", False)
 
-    def __getitems__(self, request: tuple[int, list[int]]) -> Any:
+    def __getitems__(self, request: tuple[int, list]) -> Any:
         epoch, indices = request  # of a sampler
         KeyedDataset.epoch_key = splitmix64(self.seed, epoch)
+        if isinstance(indices[0], list):
+            return [self._batch(micro_batch) for micro_batch in indices]
+        return self._batch(indices)
+
+    def _batch(self, indices: list[int]) -> Any:
         if not self.whole_batches:
-            return default_collate([self._first_readable(index)[1] for index in indices])
+            return self.collate([self._first_readable(index)[1] for index in indices])
         try:
             return self.dataset.__getitems__(indices)
         except OSError:
@@ -196,6 +210,7 @@ def build_loader(
     seed: int,
     workers: int | None = None,
     skip_corrupt: bool = False,
+    collate: Callable[[list], Any] = default_collate,
 ) -> DataLoader:
     """Return a loader of the batches of one of the samplers above.
 
@@ -209,7 +224,7 @@ def build_loader(
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": leave_signals_to_parent}
-    keyed = KeyedDataset(dataset, seed, skip_corrupt)
+    keyed = KeyedDataset(dataset, seed, skip_corrupt, collate)
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:

@@ -4,8 +4,9 @@ A task is any file with the first four functions (--task FILE.py); README has on
 tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
-                                         number, or a nested tuple, list or dict of them. A data
-                                         set with `in_memory = True` is loaded without workers.
+                                         number, or a nested tuple, list or dict of them; anything
+                                         else needs `collate`. A data set with `in_memory = True`
+                                         is loaded without workers
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. A keyword-only parameter gets
                                          the option of its name, here and in the metrics:
@@ -16,8 +17,17 @@ per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, w
                                          for dataset_metrics
 
 Loss and metrics are per sample: their sums are exact, however a batch is cut. A loss that compares
-the samples of a batch would depend on the cut. A task may also have:
+the samples of a batch takes those of all ranks from common.gather_samples. A task may also have:
 
+collate(samples)                         (inputs, targets): a batch of a list of samples, which may
+                                         have different sizes. It may hold lists, padded tensors, or
+                                         objects with `.to(device)`. It is called for each
+                                         micro-batch of each rank; the default stacks tensors
+loss_weights(targets)                    Tensor [n]: valid tokens, pixels or boxes of each sample.
+                                         A step divides the sum of the losses by the sum of these
+                                         over the whole global batch, and no longer by its samples;
+                                         per_sample_loss then returns sums. A metric may be a pair,
+                                         (sums [n], weights [n])
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
 dataset_metrics(lists)                   {name: float}: metrics that are no mean over samples, as

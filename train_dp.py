@@ -20,17 +20,18 @@ from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evalua
 def train_one_epoch(
     args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
 ) -> None:
-    """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
+    """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
-    for batch in run.batches(loader):  # on the device; begins at this epoch and step
-        for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+    for micro_batches in run.batches(loader):  # of one optimizer step, on the device
+        total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
+        for i, (inputs, targets) in enumerate(micro_batches):
             seed_rng(args.seed, state.global_step, i)
             with common.autocast(run.device, args.amp):
                 values = model(inputs, targets)  # {"loss": [n], metric: [n]}, of all replicas
-            loss = values["loss"].sum() / args.batch_size
+            loss = values["loss"].sum() / total
             state.scaler.scale(loss).backward()
-            run.meter.add(**values)
-        state.scaler.unscale_(state.optimizer)  # divides by the scale of fp16, takes the norm
+            run.meter.add(**values | {"loss": task.weigh(values["loss"], targets)})
+        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, takes the norm
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
@@ -53,7 +54,8 @@ def evaluate(
         with common.autocast(device, args.amp):
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
-            meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
+            metrics = task.per_sample_metrics(outputs, targets)
+            meter.add(loss=task.weigh(losses, targets), **metrics)
     return meter.mean(task.dataset_metrics)
 
 
@@ -69,19 +71,19 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
-    loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
-    train_loader = build_loader(train_set, train_sampler, device, **loading)
-    val_loader = build_loader(val_set, val_sampler, device, **loading)
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries a batch
+    loading = args.seed, args.workers, args.skip_corrupt, task.collate
+    train_loader = build_loader(train_set, train_sampler, device, *loading)
+    val_loader = build_loader(val_set, val_sampler, device, *loading)
+    check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
 
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.build_average(args.average, net)
+    average = common.build_average(args.average, net, args.ema_decay)
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr, args.replicas)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(state, train_sampler, val_set, device, **run_options(args))  # position, log, files
+    run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = WithLoss(net, task, device, args.amp)  # each replica computes its own losses

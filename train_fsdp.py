@@ -22,20 +22,21 @@ from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evalua
 def train_one_epoch(
     args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
 ) -> None:
-    """Train from `state.step` to the end of the epoch; a batch is one optimizer step."""
+    """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
-    for batch in run.batches(loader):  # on the device; begins at this epoch and step
-        for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+    for micro_batches in run.batches(loader):  # of one optimizer step, on the device
+        total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
+        for i, (inputs, targets) in enumerate(micro_batches):
             model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter per step
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
                 losses = task.per_sample_loss(outputs, targets)
             # Averaged over the ranks, this gives the gradient of the global batch's mean loss.
-            loss = losses.sum() * (dist.get_world_size() / args.batch_size)
+            loss = losses.sum() * (dist.get_world_size() / total)
             state.scaler.scale(loss).backward()
-            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer)  # divides by the scale of fp16, takes the norm
+            run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
+        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, takes the norm
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
@@ -58,7 +59,8 @@ def evaluate(
         with common.autocast(device, args.amp):
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
-            meter.add(loss=losses, **task.per_sample_metrics(outputs, targets))
+            metrics = task.per_sample_metrics(outputs, targets)
+            meter.add(loss=task.weigh(losses, targets), **metrics)
     join_forwards(model, loader, device, args.amp)  # forwards need all ranks; one may lack a batch
     return meter.mean(task.dataset_metrics)
 
@@ -76,15 +78,15 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
-    loading = {"seed": args.seed, "workers": args.workers, "skip_corrupt": args.skip_corrupt}
-    train_loader = build_loader(train_set, train_sampler, device, **loading)
-    val_loader = build_loader(val_set, val_sampler, device, **loading)
-    check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)  # tries a batch
+    loading = args.seed, args.workers, args.skip_corrupt, task.collate
+    train_loader = build_loader(train_set, train_sampler, device, *loading)
+    val_loader = build_loader(val_set, val_sampler, device, *loading)
+    check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.build_average(args.average, net)
+    average = common.build_average(args.average, net, args.ema_decay)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
@@ -96,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
-    run = Run(state, train_sampler, val_set, device, **run_options(args))  # position, log, files
+    run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = net  # what the loop calls; the names of a checkpoint are those of net

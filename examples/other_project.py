@@ -67,9 +67,8 @@ def main() -> None:
     for epoch in range(first_epoch, args.epochs):
         sampler.set_position(epoch, step=0)
         model.train()
-        for step, batch in enumerate(train_loader):
-            batch = common.to_device(batch, device)
-            for i, (inputs, targets) in enumerate(common.split_batch(batch, args.accum_steps)):
+        for step, micro_batches in enumerate(train_loader):
+            for i, (inputs, targets) in enumerate(common.to_device(micro_batches, device)):
                 model.require_backward_grad_sync = i == args.accum_steps - 1  # all-reduce once
                 seed_rng(0, epoch * sampler.steps_per_epoch + step, i, rank)  # for dropout
                 losses = (model(inputs) - targets).square().squeeze(1)  # [n], not their mean

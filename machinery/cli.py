@@ -173,6 +173,8 @@ option("--clip-grad-norm", number(float, 1e-12), "X", None, FIXED,
        "largest norm of the whole gradient (default: no limit)")
 option("--average", ["none", "ema"], None, "none", EVALUATED,
        "evaluate an exponential average of the weights over the steps")
+option("--ema-decay", number(float, 0, 1), "X", 0.99, FIXED,
+       "share of the old average in each step; smaller in the first steps")
 
 group("speed and precision")
 flag("--compile", MAY_CHANGE, "torch.compile the model")

@@ -73,7 +73,14 @@ class DataParallelOnCPU(nn.Module):
             seed_generators(seed + r)
             piece = tree_map(lambda tensor, r=r: tensor.chunk(self.replicas)[r], inputs)
             outputs.append(functional_call(self.module, own, piece))
-        return {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+        return {name: joined([output[name] for output in outputs]) for name in outputs[0]}
+
+
+def joined(parts: list) -> Any:
+    """Return the values of all replicas: tensors [n], or pairs of them."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(of) for of in zip(*parts))
 
 
 def data_parallel(module: nn.Module, replicas: int, device: torch.device) -> nn.Module:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import common
@@ -38,7 +38,7 @@ from common import (
 )
 from machinery.process import SIGNALS, Stopped, StopSignal, attempt, error_on_all, restore
 from machinery.usertask import blame, digest, read_back
-from sampling import GlobalBatchSampler, KeyedDataset
+from sampling import GlobalBatchSampler
 
 # tqdm's default lock is one for several processes, and would be left behind.
 tqdm.set_lock(threading.RLock())
@@ -57,8 +57,8 @@ class Run:
     def __init__(
         self,
         state: State,
-        sampler: GlobalBatchSampler,
-        val_set: Dataset,
+        train_loader: DataLoader,
+        val_loader: DataLoader,
         device: torch.device,
         *,
         epochs: int,
@@ -76,21 +76,24 @@ class Run:
         fixed: Iterable[str] = (),
         same_on_all_ranks: Iterable[str] = (),
     ) -> None:
-        self.state, self.sampler, self.device, self.epochs = state, sampler, device, epochs
+        self.sampler: GlobalBatchSampler = train_loader.batch_sampler
+        self.state, self.device, self.epochs = state, device, epochs
         self.output_dir, self.directory = output_dir, output_directory(output_dir, name)
         self.resume_from, self.eval_only, self.best = resume, eval_only, best
         self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
         self.tensorboard, self.config, self.fixed = tensorboard, config or {}, [*fixed]
-        self.log = Log(state, sampler, device, epochs, replicas)
+        self.log = Log(state, self.sampler, device, epochs, replicas)
         self.meter = self.log.meter  # the loop adds to it
-        names = getattr(val_set, "classes", None)  # as torchvision's data sets have them
+        names = getattr(
+            val_loader.dataset.dataset, "classes", None
+        )  # as torchvision's data sets have them
         self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal after which the next save is last
         self.refused = ""  # why the last save was not made: which parameters are not finite
         must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
-        check_agreement(must_agree, self.config.get("task"), sampler.length, val_set, device)
+        check_agreement(must_agree, self.config.get("task"), train_loader, val_loader, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
@@ -167,11 +170,11 @@ class Run:
             raise error
         return result
 
-    def batches(self, loader: DataLoader) -> Iterator[Any]:
-        """Yield the batches that are left of the epoch, on the device."""
+    def batches(self, loader: DataLoader) -> Iterator[list]:
+        """Yield the micro-batches of each step that is left of the epoch, on the device."""
         self.sampler.set_position(self.state.epoch, self.state.step)
-        for batch in self.log.watch(loader):
-            yield common.to_device(batch, self.device)
+        for micro_batches in self.log.watch(loader):
+            yield common.to_device(micro_batches, self.device)
 
     def end_step(self, grad_norm: Tensor) -> None:
         """Count the step; log, save or stop if it is time. Call it after each optimizer step."""
@@ -289,8 +292,8 @@ class Run:
 def check_agreement(
     must_agree: dict[str, Any],
     task: str | None,
-    train_length: int,
-    val_set: Dataset,
+    train_loader: DataLoader,
+    val_loader: DataLoader,
     device: torch.device,
 ) -> None:
     """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
@@ -304,11 +307,11 @@ def check_agreement(
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py"))]
     files += [Path(task)] if task else []
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    must_agree = must_agree | {"the number of training samples": train_length}
-    n = len(val_set)
+    keyed = val_loader.dataset
+    must_agree = must_agree | {"the number of training samples": train_loader.batch_sampler.length}
+    n = len(keyed.dataset)
     must_agree |= {"the number of evaluation samples": n}
     # Ranks that list files or classes in another order would train on other data.
-    keyed = KeyedDataset(val_set, 0, skip_corrupt=True)
     some = [digest(keyed, [i]) for i in range(0, n, math.ceil(n / 8))]
     must_agree |= {"the hash of some evaluation samples": " ".join(some)}
     must_agree |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}

@@ -7,12 +7,12 @@ function.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
 import inspect
 import io
-import math
 import os
 import sys
 import traceback
@@ -25,17 +25,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import common
 from common import UsageError, freeze, load_weights, read_tensors
-from sampling import GlobalBatchSampler, KeyedDataset, ShardSampler, seed_generators, seed_rng
+from sampling import KeyedDataset, seed_generators, seed_rng
 
 # Names in a line of metrics.jsonl that are no metric.
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
 RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
 NEEDED = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
-OPTIONAL = ["train_metrics", "dataset_metrics", "build_optimizer", "shard_modules"]
+OPTIONAL = ["collate", "loss_weights", "train_metrics", "dataset_metrics", "build_optimizer"]
+OPTIONAL += ["shard_modules"]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
 
@@ -77,6 +78,15 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
+def stack(samples: list) -> Any:
+    """Make a batch of samples by torch's default_collate, which stacks tensors of one size."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        advice = "a function collate(samples) -> (inputs, targets) in the task can join them"
+        raise RuntimeError(f"{error}; {advice}") from error
+
+
 class Task:
     """The functions of a task, as the scripts call them; task.py says what each returns."""
 
@@ -88,9 +98,9 @@ class Task:
         if missing := [name for name in NEEDED if name not in self.functions]:
             problem = f"must define {', '.join(NEEDED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
-        for name in ("per_sample_loss", "per_sample_metrics", "train_metrics", "dataset_metrics"):
-            if name in self.functions:
-                self.functions[name] = self._with_options(name, self.functions[name])
+        for name, function in self.functions.items():
+            self.functions[name] = self._with_options(name, function)
+        self.collate = self.functions.get("collate", stack)
         # None if the task has no such function.
         self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
 
@@ -115,6 +125,9 @@ class Task:
         seed_generators(self.args.seed)
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
+            if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
+                advice = "it needs __len__ and __getitem__, which finds a record by its number"
+                raise UsageError(f"--task {self.path}: an IterableDataset has no order; {advice}")
             len(train_set), len(val_set)  # raises if a set has no length
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
@@ -174,6 +187,25 @@ class Task:
     def per_sample_loss(self, outputs: Any, targets: Any) -> Tensor:
         """Return the loss of each sample, [n]."""
         return self.functions["per_sample_loss"](outputs, targets)
+
+    def total_weight(self, micro_batches: list) -> int | Tensor:
+        """Return what the losses of a step are divided by: the global batch size, or its weights.
+
+        The weights are summed over all micro-batches of all ranks. If none is above zero, the
+        result is infinite: the gradient is zero, and StepGuard skips the step.
+        """
+        if "loss_weights" not in self.functions:
+            return self.args.batch_size
+        sums = [self._weights(targets).sum() for _, targets in micro_batches]
+        total = common.reduce_value(torch.stack(sums).sum(), average=False)
+        return torch.where(total == 0, torch.inf, total)
+
+    def weigh(self, losses: Tensor, targets: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the losses for a Meter, with their weights if the task has weights."""
+        return (losses, self._weights(targets)) if "loss_weights" in self.functions else losses
+
+    def _weights(self, targets: Any) -> Tensor:
+        return self.functions["loss_weights"](targets).to(getattr(torch, self.args.dtype))
 
     def per_sample_metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
         """Return the metrics of each sample, [n], and lists for `dataset_metrics`."""
@@ -253,13 +285,7 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
 
 
 def check_run(
-    task: Task,
-    net: nn.Module,
-    device: torch.device,
-    train_set: Dataset,
-    train_sampler: GlobalBatchSampler,
-    val_set: Dataset,
-    val_sampler: ShardSampler,
+    task: Task, net: nn.Module, device: torch.device, train: DataLoader, val: DataLoader
 ) -> None:
     """Send a first batch of each set through the network, loss and metrics, in evaluation mode.
 
@@ -273,14 +299,16 @@ def check_run(
         return
     tensors = names_of_tensors(net, args.average)
     net.eval()
-    _, indices = next(iter(train_sampler))
-    micro_batch = indices[: math.ceil(len(indices) / args.accum_steps)]
-    check_samples(task, net, device, train_set, micro_batch, common.Meter(device), "training")
+    _, (micro_batch, *_) = next(iter(train.batch_sampler))
+    meter = common.Meter(device)
+    check_samples(task, net, device, train.dataset, micro_batch, meter, "training")
     meter = common.Meter(device)  # raises if the metrics' names differ
-    n, size = len(val_set), val_sampler.batch_size
+    n, size = val.batch_sampler.length, val.batch_sampler.batch_size
     last = [*range(0, n, size)][-1]  # the last batch may be smaller
     for batch in [*range(min(n, size))], [*range(last, n)]:
-        check_samples(task, net, device, val_set, batch, meter, "evaluation")
+        check_samples(task, net, device, val.dataset, batch, meter, "evaluation")
+    check_neighbours(task, net, device, train.dataset, micro_batch)
+    check_smallest_slice(task, net, device, train)
 
     where = f"--task {args.task}"
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
@@ -300,7 +328,7 @@ def check_samples(
     task: Task,
     net: nn.Module,
     device: torch.device,
-    dataset: Dataset,
+    keyed: KeyedDataset,
     indices: list[int],
     meter: common.Meter,
     kind: str,
@@ -308,7 +336,6 @@ def check_samples(
     """Fetch samples as a run does, and compute their losses and metrics."""
     args = task.args
     with task.blame(f"samples {indices[:2]} of the {kind} set") as where:
-        keyed = KeyedDataset(dataset, args.seed, args.skip_corrupt)
         if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
             wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
             raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
@@ -317,6 +344,15 @@ def check_samples(
             found = f"{type(batch).__name__} of {len(batch)}"
             raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
         inputs, targets = common.to_device(batch, device)
+        if args.parallel_mode == "dp":
+            tensors: list[Any] = []
+            nests = tuple, list, dict
+            common.tree_map(
+                tensors.append, (inputs, targets), lambda leaf: not isinstance(leaf, nests)
+            )
+            if not all(torch.is_tensor(t) and t.shape[:1] == (len(indices),) for t in tensors):
+                problem = "dp can only cut a batch of tensors [n, ...]"
+                raise UsageError(f"{where}: {problem}; use ddp or spawn, or pad in collate")
     seed_rng(args.seed, -3, 0)
     with common.autocast(device, args.amp):
         with task.blame("the model of build_model"):
@@ -324,8 +360,12 @@ def check_samples(
         with task.blame("per_sample_loss") as where:
             losses = task.per_sample_loss(outputs, targets)
             common.Meter(device).add(loss=losses)
+            if args.parallel_mode == "dp" and common.gather_samples.used:
+                raise UsageError(f"{where}: dp cannot gather_samples; use ddp or spawn")
             if len(losses) != len(indices):
                 raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
+        with task.blame("loss_weights"):
+            common.Meter(device).add(loss=task.weigh(losses, targets))
         name = "train_metrics" if kind == "training" else "per_sample_metrics"
         with task.blame(name) as where:
             try:
@@ -338,6 +378,66 @@ def check_samples(
                 wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
                 raise UsageError(f"{where} must return {wanted}; got {metrics}")
             meter.add(loss=losses, **metrics)
+
+
+@torch.no_grad()
+def check_neighbours(
+    task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
+) -> None:
+    """Raise UsageError if the loss of a sample depends on the other samples of its batch.
+
+    Another number of ranks would cut the batch elsewhere, and train another network.
+    """
+
+    def loss_of_first(samples: list[int], draw: int) -> float:
+        inputs, targets = common.to_device(keyed.__getitems__((0, samples)), device)
+        seed_rng(task.args.seed, -3, draw)
+        with common.autocast(device, task.args.amp):
+            return task.per_sample_loss(net(inputs), targets)[0].item()
+
+    beside, again = loss_of_first(indices, 0), loss_of_first(indices, 1)
+    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
+        return
+    try:
+        alone = loss_of_first(indices[:1], 0)
+    except Exception:  # a batch of one may never come
+        return
+    eps = {"off": torch.finfo(getattr(torch, task.args.dtype)).eps, "bf16": 2**-8, "fp16": 2**-11}
+    if abs(alone - beside) > eps[task.args.amp] ** 0.5 * max(abs(alone), abs(beside)):
+        found = (
+            f"sample {indices[0]} has the loss {beside:.6g} beside others, and {alone:.6g} alone"
+        )
+        advice = "compare samples by common.gather_samples, or look at each by itself"
+        raise UsageError(f"--task {task.path}: {found}; {advice}")
+
+
+@torch.no_grad()
+def check_smallest_slice(
+    task: Task, net: nn.Module, device: torch.device, train: DataLoader
+) -> None:
+    """Raise UsageError if some rank gets one sample of a micro-batch, and BatchNorm needs two."""
+    args, sampler = task.args, train.batch_sampler
+    accum, ranks, replicas = sampler.accum_steps, sampler.world_size, getattr(args, "replicas", 1)
+    whole = {sampler.batch_size // accum, -(-sampler.batch_size // accum)}  # micro-batches
+    pieces = [p for n in whole for p in torch.arange(n // ranks).chunk(replicas)]
+    if min(map(len, pieces)) > 1 or (args.sync_bn and ranks > 1):
+        return
+    common.train_mode(net)
+    training = [norm for norm in common.batch_norms(net) if norm.training]
+    before = copy.deepcopy([[*norm.buffers()] for norm in training])
+    net.eval()  # nothing else changes what it holds
+    for norm in training:
+        norm.train()
+    _, (indices, *_) = next(iter(sampler))
+    inputs, _ = common.to_device(train.dataset.__getitems__((0, indices[:1])), device)
+    try:
+        with blame(f"--batch-size {args.batch_size}: a device gets one sample of a micro-batch"):
+            net(inputs)
+    finally:
+        for norm, buffers in zip(training, before):
+            for buffer, value in zip(norm.buffers(), buffers):
+                buffer.copy_(value)
+        net.eval()
 
 
 def names_of_tensors(net: nn.Module, average: str) -> set[str]:
@@ -354,10 +454,7 @@ def read_back(value: Any) -> None:
 
 
 def digest(keyed: KeyedDataset, indices: list[int]) -> str:
-    """Return a hash of these samples as the first epoch has them.
-
-    Raises TypeError if they hold more than tensors.
-    """
+    """Return a hash of these samples as the first epoch has them."""
     batch = keyed.__getitems__((0, indices))
     # Clones, as a view would be hashed with all the memory behind it.
     torch.save(common.tree_map(torch.clone, batch), file := io.BytesIO())

@@ -388,7 +388,8 @@ def order_of(length: int, seed: int, epoch: int) -> list[int]:
     """The order in which every mode trains on so many samples in this epoch."""
     sampler = make_sampler(length, length, seed=seed)
     sampler.set_position(epoch, 0)
-    return next(iter(sampler))[1]
+    _, (order,) = next(iter(sampler))
+    return order
 
 
 # What the scripts do with their options, for tests that have options too.
@@ -432,7 +433,7 @@ def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
 
 
 def average_of(args: Namespace, net: torch.nn.Module):
-    return common.build_average(args.average, net)
+    return common.build_average(args.average, net, args.ema_decay)
 
 
 def check(mode: str, n: int, *argv: str) -> None:
@@ -460,10 +461,19 @@ def check_built(args: Namespace) -> None:
     task = machinery.usertask.Task(args)
     train_set, val_set = task.build_datasets()
     net = task.build_net()
-    train_sampler = sampler_of(args, train_set)
-    val_sampler = sampling.ShardSampler(len(val_set), args.eval_batch_size)
-    device = torch.device("cpu")
-    machinery.usertask.check_run(task, net, device, train_set, train_sampler, val_set, val_sampler)
+    samplers = (
+        sampler_of(args, train_set),
+        sampling.ShardSampler(len(val_set), args.eval_batch_size),
+    )
+    device, loading = (
+        torch.device("cpu"),
+        (args.seed, args.workers, args.skip_corrupt, task.collate),
+    )
+    loaders = [
+        sampling.build_loader(data, sampler, device, *loading)
+        for data, sampler in zip((train_set, val_set), samplers)
+    ]
+    machinery.usertask.check_run(task, net, device, *loaders)
     task.build_optimizer(net)
 
 

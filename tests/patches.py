@@ -70,9 +70,9 @@ def print_batches(rank):
     iterate = sampling.GlobalBatchSampler.__iter__
 
     def watched(self):
-        for epoch, indices in iterate(self):
-            print("batch", json.dumps([epoch, rank, indices]))
-            yield epoch, indices
+        for epoch, slices in iterate(self):
+            print("batch", json.dumps([epoch, rank, [i for indices in slices for i in indices]]))
+            yield epoch, slices
 
     sampling.GlobalBatchSampler.__iter__ = watched
 

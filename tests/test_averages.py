@@ -23,7 +23,8 @@ def test_ema_is_what_it_says(tmp_path, handlers):
         net.running_mean.copy_(values + step)
         ema.after_step(net)
     assert run.eval_model() is ema.module
-    expected = values + 0.99 * 0.01 * 1 + 0.01 * 2  # the first is taken whole
+    # The first is taken whole. The decay begins at 2 / 11 and 3 / 12, and ends at --ema-decay.
+    expected = values + 3 / 12 * (1 - 2 / 11) * 1 + (1 - 3 / 12) * 2
     assert torch.allclose(ema.module.weight, expected)
     assert torch.allclose(ema.module.running_mean, expected)
 
@@ -32,9 +33,9 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
     net.register_buffer("large", torch.tensor([2**53 + 1, 5]))
     net.register_buffer("plain", torch.tensor([1.0, -torch.inf]).double())
-    average = average_of(make_args("single", "--average", "ema"), net)
+    average = average_of(make_args("single", *"--average ema --ema-decay 0.4".split()), net)
     expected = None
-    for step in range(5):
+    for step in range(9):
         for tensor in (*net.parameters(), net[1].running_mean, net[1].running_var):
             tensor.data = torch.rand_like(tensor)
         net.large += step
@@ -43,7 +44,8 @@ def test_ema_averages_parameters_and_statistics_and_copies_the_rest():
         tensors = (*net.parameters(), net[1].running_mean, net[1].running_var)
         now = [tensor.detach().clone() for tensor in tensors]
         before = expected or now
-        expected = [old + 0.01 * (new - old) for old, new in zip(before, now)]
+        share = 1 - min(0.4, (1 + step) / (10 + step))
+        expected = [old + share * (new - old) for old, new in zip(before, now)]
     module = average.module
     found = (*module.parameters(), module[1].running_mean, module[1].running_var)
     for value, wanted in zip(found, expected):
@@ -87,7 +89,7 @@ def test_infinite_buffers_survive_training_averages_and_saves(mode, n, average, 
 def test_network_that_grows_a_buffer_is_not_averaged():
     """Its tensors would be taken for one another."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    average = common.WeightAverage(net)
+    average = common.WeightAverage(net, 0.99)
     average.after_step(net)
     net[0].register_buffer("late", torch.full((2,), 7.0))
     with pytest.raises(ValueError, match="zip"):

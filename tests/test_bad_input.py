@@ -52,7 +52,6 @@ TASKS = {
     "data-told": "class Told(list):\n    def set_epoch(self, epoch): pass\n"
     + DATA
     + "Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
-    "data-text": DATA + "[(torch.zeros(1), 'seven')] * 99, [(torch.zeros(1), 'seven')]\n",
     "data-ragged": DATA + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n",
     "sparse": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, sparse=True))\n",
     "extra-state": "class Extra(nn.Linear):\n    def get_extra_state(self): return {'a': open}\n"
@@ -147,7 +146,6 @@ single 1 | --task TMP/data-endless.py | --task TMP/data-endless.py: build_datase
 single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
 single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py: samples [16, 39] of the training set: a sample must be (input, target), got a list of 3
 single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
-single 1 | --task TMP/data-text.py | --task TMP/data-text.py: samples [16, 39] of the training set: TypeError: a sample holds tensors
 single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [16, 39] of the training set: RuntimeError: sample 16 cannot be read: image file is truncated
 single 1 | --task TMP/data-empty.py | the evaluation set is empty
 single 1 | --lr inf | --lr: must be a number, at least 0, got inf

@@ -84,6 +84,7 @@ DEFAULTS = {
     "scale_lr": "none",
     "clip_grad_norm": None,
     "average": "none",
+    "ema_decay": 0.99,
     "amp": "off",
     "compile": False,
     "channels_last": False,

@@ -148,7 +148,7 @@ def batches_of(dataset, workers):
     for epoch in (0, 1):
         sampler.set_position(epoch, 0)
         by_index = {}
-        for values, indices in loader:
+        for ((values, indices),) in loader:
             by_index.update(zip(indices.tolist(), values))
         epochs.append(torch.stack([by_index[index] for index in range(24)]))
     return epochs
@@ -291,7 +291,7 @@ def test_pitfall_26_ranks_have_equally_many_batches():
                     length // batch_size
                 }
                 assert all(
-                    indices for step in steps for _, indices in step
+                    indices for step in steps for _, (indices,) in step
                 )  # an empty piece would break the loss
                 trained = [i for step in steps for _, indices in step for i in indices]
                 assert len(set(trained)) == len(trained) == length // batch_size * batch_size

@@ -365,7 +365,7 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
     pids = []
     for epoch in range(3):
         sampler.set_position(epoch, 0)
-        pids.append({pid for batch in loader for pid in batch.tolist()})
+        pids.append({pid for (batch,) in loader for pid in batch.tolist()})
     assert len(pids[0]) == 2 and pids[0] == pids[1] == pids[2] and os.getpid() not in pids[0]
 
     assert int(in_process(functools.partial(print_threads, 8, 0))) == 8

@@ -37,7 +37,7 @@ def batches(length, batch_size, rank=0, world_size=1, epoch=0, step=0, seed=0):
     keys = list(own)
     assert len(keys) == len(own)
     assert all(key[0] == epoch for key in keys)
-    return [indices for _, indices in keys]
+    return [[i for micro in micros for i in micro] for _, micros in keys]
 
 
 @pytest.mark.parametrize("world_size", [2, 4, pytest.param(7, marks=pytest.mark.full)])
@@ -68,16 +68,11 @@ def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_st
             make_sampler(40, batch_size, rank, world_size, accum_steps)
             for rank in range(world_size)
         ]
-        shares = [torch.tensor(next(iter(own))[1]) for own in samplers]
+        shares = [next(iter(own))[1] for own in samplers]
         whole = torch.tensor(batches(40, batch_size)[0])
-        micro_batches = [
-            torch.cat([common.split_batch(share, accum_steps)[i] for share in shares])
-            for i in range(accum_steps)
-        ]
-        assert all(a.equal(b) for a, b in zip(micro_batches, whole.tensor_split(accum_steps)))
-        assert all(
-            len(piece) for share in shares for piece in common.split_batch(share, accum_steps)
-        )
+        micro_batches = [[i for own in slices for i in own] for slices in zip(*shares)]
+        assert micro_batches == [part.tolist() for part in whole.tensor_split(accum_steps)]
+        assert all(piece for share in shares for piece in share)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -168,7 +163,7 @@ def collect(dataset, workers, epoch, step=0, world_size=1):
         loader = loader_of(
             make_args("single", "--workers", str(workers)), dataset, sampler, torch.device("cpu")
         )
-        for (_, indices), (inputs, _) in zip(list(sampler), loader):
+        for (_, (indices,)), ((inputs, _),) in zip(list(sampler), loader):
             samples |= dict(zip(indices, inputs))
     return samples
 
@@ -204,23 +199,6 @@ def test_a_sample_is_augmented_alike_whoever_loads_it(dataset, workers, world_si
     assert changed > 0.7 * len(common_indices), "every epoch draws anew"
 
 
-@pytest.mark.parametrize("pieces", [2, 5])
-def test_split_batch_cuts_nested_targets_along_the_first_dimension(pieces):
-    batch = (
-        torch.arange(11.0),
-        {"boxes": torch.arange(22).view(11, 2), "scales": [torch.arange(11), torch.ones(11, 3, 3)]},
-    )
-    micro_batches = common.split_batch(batch, pieces)
-    assert len(micro_batches) == pieces
-    sizes = [len(inputs) for inputs, _ in micro_batches]
-    assert max(sizes) - min(sizes) <= 1
-    assert torch.cat([inputs for inputs, _ in micro_batches]).equal(batch[0])
-    assert torch.cat([targets["scales"][1] for _, targets in micro_batches]).equal(
-        batch[1]["scales"][1]
-    )
-    assert all(len(inputs) == len(targets["boxes"]) for inputs, targets in micro_batches)
-
-
 # ----------------------------------------------------------------------------------------- balanced
 
 
@@ -237,7 +215,7 @@ def balanced(rank=0, world_size=1, epoch=0, dataset=Labelled):
     args = Namespace(batch_size=10, accum_steps=1, seed=0, balanced=True)
     sampler = sampler_of(args, dataset(), rank, world_size)
     sampler.set_position(epoch, 0)
-    return [indices for _, indices in sampler]
+    return [indices for _, (indices,) in sampler]
 
 
 def test_balanced_draws_every_class_equally_often_and_every_sample_of_it():

@@ -202,15 +202,14 @@ FEATURES = [Feature(*line.split(":")) for line in PLAIN.split("\n") if line] + [
 # ------------------------------------------------------------------------------------------------- one-device runs in pieces
 
 
-def pieces(kind: str, n: int, batch_size: int, accum_steps: int) -> list[tuple[int, int, Any]]:
+def pieces(kind: str, n: int, micro_batches: list) -> list[tuple[int, int, Any]]:
     """How a mode cuts a batch: (micro-batch, rank, samples) of each forward; written anew, with nothing from the scripts."""
     # as nn.DataParallel cuts, and as the sampler does
     cut = torch.Tensor.chunk if kind == "dp" else torch.Tensor.tensor_split
-    micro_batches = torch.arange(batch_size).tensor_split(accum_steps)
     return [
-        (i, r, piece)
-        for i, samples in enumerate(micro_batches)
-        for r, piece in enumerate(cut(samples, n))
+        (i, r, common.tree_map(lambda tensor, places=places: tensor[places], micro_batch))
+        for i, micro_batch in enumerate(micro_batches)
+        for r, places in enumerate(cut(torch.arange(len(micro_batch[1])), n))
     ]
 
 
@@ -219,11 +218,8 @@ def train_in_pieces(
 ) -> None:
     """Stands in for train_one_epoch of train_single.py: computes what the ranks compute, one after the other."""
     model.train()
-    for batch in run.batches(loader):
-        for i, rank, samples in pieces(*job.cut, args.batch_size, args.accum_steps):
-            inputs, targets = common.tree_map(
-                lambda tensor, samples=samples: tensor[samples], batch
-            )
+    for micro_batches in run.batches(loader):
+        for i, rank, (inputs, targets) in pieces(*job.cut, micro_batches):
             buffers = [buffer.clone() for buffer in model.buffers()]
             sampling.seed_rng(args.seed, state.global_step, i, rank if job.masks else 0)
             outputs = model(inputs)

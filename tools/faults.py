@@ -404,7 +404,7 @@ def sample_at(epoch: int, place: int) -> str:
     """EPOCH:INDEX of the sample that stands at this place in the epoch's order."""
     sampler = sampling.GlobalBatchSampler(range(SAMPLES), SAMPLES, 0)
     sampler.set_position(epoch, 0)
-    _, order = next(iter(sampler))
+    _, (order,) = next(iter(sampler))
     return f"{epoch}:{order[place]}"
 
 

@@ -173,6 +173,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--scale-lr": sometimes(0.15, "linear", "sqrt", "none"),
     "--clip-grad-norm": sometimes(0.25, "0.1", "1", "100"),
     "--average": sometimes(0.45, "ema"),
+    "--ema-decay": sometimes(0.2, "0", "0.5", "0.9"),
     "--amp": "it rounds; tools/equivalence.py measures how much",
     "--compile": "takes half a minute a run; tools/equivalence.py tries it",
     "--channels-last": sometimes(0.1),
