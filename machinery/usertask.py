@@ -431,7 +431,7 @@ def check_smallest_slice(
     _, (indices, *_) = next(iter(sampler))
     inputs, _ = common.to_device(train.dataset.__getitems__((0, indices[:1])), device)
     try:
-        with blame(f"--batch-size {args.batch_size}: a device gets one sample of a micro-batch"):
+        with blame(f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"):
             net(inputs)
     finally:
         for norm, buffers in zip(training, before):

@@ -44,6 +44,15 @@ TASKS = {
     "model-shape": MODEL + "super().forward(images.float())\nbuild_model = Net\n",
     "outputs-shape": MODEL
     + "super().forward(images.flatten(1).float()).unsqueeze(1)\nbuild_model = Net\n",
+    "loss-of-all": LOSS + "(outputs[:, :1].double() - targets).abs().mean(1)\n",
+    "model-of-all": MODEL
+    + "super().forward(images.flatten(1).double() - images.double().mean())\nbuild_model = Net\n",
+    "norm": MODEL
+    + "self.norm(super().forward(images.flatten(1).float()))\n"
+    + "def build_model(args):\n    net = Net()\n    net.norm = nn.BatchNorm1d(10)\n    return net\n",
+    "data-stream": "class Stream(torch.utils.data.IterableDataset): __iter__ = None\n"
+    + DATA
+    + "Stream(), Stream()\n",
     "data-one": DATA + "[1, 2, 3]\n",
     "data-endless": DATA + "iter(()), iter(())\n",
     "data-empty": DATA + "[1] * 99, []\n",
@@ -167,7 +176,11 @@ fsdp 2 | --amp fp16 | --amp fp16 cannot scale sharded gradients; use --amp bf16
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 ddp 2 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ddp cannot average; leave out sparse=True
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
-single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size
+single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
+ddp 2 | --task TMP/loss-of-all.py --dtype float64 | sample 251 has the loss
+ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; compare samples by common.gather_samples, or look at each by itself
+single 1 | --task TMP/norm.py --batch-size 2 --accum-steps 2 | --batch-size 2 leaves a device one sample of a micro-batch: ValueError: Expected more than 1 value per channel
+single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
 """
 CASES = [line.split(" | ") for line in CASES.strip().splitlines()]
 

@@ -96,6 +96,24 @@ def test_reduce_value_sums_or_averages_over_the_ranks_out_of_place():
     in_group(3, check_reduce_value)
 
 
+def gather_on_each_rank():
+    rank, sizes = dist.get_rank(), [3, 1, 2]
+    for dtype in (torch.float64, torch.bfloat16):
+        everything = torch.arange(12, dtype=dtype).view(6, 2)
+        mine = everything.split(sizes)[rank].clone().requires_grad_()
+        every, first = common.gather_samples(mine)
+        assert every.equal(everything) and first == [0, 3, 4][rank] and every.dtype is dtype
+        # Rank r's loss weighs what it gathered with r + 1: each sample's gradient comes from all.
+        (every * (rank + 1)).sum().backward()
+        assert mine.grad.equal(torch.full_like(mine, 1 + 2 + 3)), mine.grad
+    with torch.no_grad():
+        assert common.gather_samples(mine) == (mine, 0), "an evaluation has unequal batches"
+
+
+def test_gathered_samples_are_those_of_all_ranks_and_gradients_go_back():
+    in_group(3, gather_on_each_rank)
+
+
 def check_meter_with_empty_and_uneven_shards():
     rank = dist.get_rank()
     values = torch.arange(7, dtype=torch.float64)  # 4 on rank 0, 3 on rank 1, none on rank 2
@@ -103,8 +121,8 @@ def check_meter_with_empty_and_uneven_shards():
     meter = common.Meter(torch.device("cpu"))
     if mine is not None:
         for piece in mine.split(2):
-            meter.add(loss=piece.square(), top1=piece)
-    assert meter.mean() == {"loss": 91 / 7, "top1": 3.0, "count": 7}, (
+            meter.add(loss=piece.square(), top1=piece, words=(piece, piece + 1))
+    assert meter.mean() == {"loss": 91 / 7, "top1": 3.0, "words": 21 / 28, "count": 7}, (
         "a mean of the ranks' means would be another number"
     )
 

@@ -147,7 +147,7 @@ def loaded(args, dataset, workers, world_size=1):
         sampler = make_sampler(40, 8, rank, world_size)
         sampler.set_position(3, 0)
         loader = loader_of(args, dataset, sampler, torch.device("cpu"))
-        for (_, indices), (batch, _) in zip(list(sampler), loader):
+        for (_, (indices,)), ((batch, _),) in zip(list(sampler), loader):
             images |= dict(zip(indices, batch))
     return torch.stack([images[index] for index in range(40)])
 

@@ -293,7 +293,7 @@ def test_pitfall_26_ranks_have_equally_many_batches():
                 assert all(
                     indices for step in steps for _, (indices,) in step
                 )  # an empty piece would break the loss
-                trained = [i for step in steps for _, indices in step for i in indices]
+                trained = [i for step in steps for _, (indices,) in step for i in indices]
                 assert len(set(trained)) == len(trained) == length // batch_size * batch_size
     with pytest.raises(common.UsageError, match=r"--batch-size 5 .*4"):
         make_sampler(4, 5)  # an epoch without a step

@@ -45,6 +45,12 @@ DROPOUT = "tiny --model conv+dropout --lr 0.05"
 BATCHNORM = "tiny --model conv+batchnorm --lr 0.05"
 UNUSED = "tiny --model conv+unused --lr 0.05"
 POSE = "pose --lr 0.002"
+WORDS, PIXELS, BOXES = (
+    "real --model tokens --lr 0.3",
+    "real --model pixels --lr 0.3",
+    "real --model boxes --lr 0.02",
+)
+GRAPHS, CLOUD, CLIP = (f"real --model {kind} --lr 0.01" for kind in ("graphs", "cloud", "clip"))
 DETECTION = "detection --lr 0.1"
 
 
@@ -182,6 +188,14 @@ FEATURES = [Feature(*line.split(":")) for line in PLAIN.split("\n") if line] + [
     Feature("pose, AdamW, accumulation 2", "--optimizer adamw --lr 0.01 --accum-steps 2", POSE),
     Feature("three-scale detection (YOLO)", "", DETECTION),
     Feature("detection, clipping, EMA", "--clip-grad-norm 0.3 --average ema", DETECTION),
+    Feature("sentences, a mean over words", "--batch-size 13", WORDS),
+    Feature("sentences, accumulation 3", "--batch-size 13 --accum-steps 3", WORDS),
+    Feature("a mean over valid pixels, accumulation 3", "--batch-size 13 --accum-steps 3", PIXELS),
+    Feature("lists of boxes, accumulation 3", "--batch-size 13 --accum-steps 3", BOXES, modes=RANKS),
+    Feature("graphs, accumulation 3", "--batch-size 13 --accum-steps 3", GRAPHS, modes=RANKS),
+    Feature("clouds of points", "--batch-size 13", CLOUD, modes=RANKS),
+    Feature("CLIP: samples compared", "--batch-size 13", CLIP, modes=RANKS),
+    Feature("CLIP, accumulation 3", "--batch-size 13 --accum-steps 3", CLIP, modes=RANKS),
     Feature("dropout", "", DROPOUT, same_masks),
     Feature("dropout, accumulation 2", "--accum-steps 2", DROPOUT, same_masks),
     Feature(REPLICA, "", BATCHNORM, same_pieces),
@@ -219,16 +233,17 @@ def train_in_pieces(
     """Stands in for train_one_epoch of train_single.py: computes what the ranks compute, one after the other."""
     model.train()
     for micro_batches in run.batches(loader):
+        total = task.total_weight(micro_batches)
         for i, rank, (inputs, targets) in pieces(*job.cut, micro_batches):
             buffers = [buffer.clone() for buffer in model.buffers()]
             sampling.seed_rng(args.seed, state.global_step, i, rank if job.masks else 0)
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
-            state.scaler.scale(losses.sum() / args.batch_size).backward()
+            state.scaler.scale(losses.sum() / total).backward()
             for buffer, before in zip(model.buffers(), buffers if rank else ()):
                 buffer.copy_(before)  # only rank 0's running statistics are kept
-            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer)
+            run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
+        state.scaler.unscale_(state.optimizer, total)
         common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()

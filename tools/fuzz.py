@@ -247,6 +247,9 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
         "eval_noise": (0.15, ["model", "metric"]),
         "metric": (0.4, ["accuracy", "nan"]),
         "whole": (0.25, [True]),
+        "ragged": (0.2, [True]),
+        "weights": (0.25, [True]),
+        "gather": (0.2, [True]),
     }
     task: dict[str, Any] = {"held_out": rng.choice([1, 2, 5, 11, 17])}
     for name, (share, choices) in shares.items():
@@ -304,7 +307,10 @@ def constrain(trial: Trial) -> Trial:
     if float(trial.value("--warmup-epochs", "0")) > trial.epochs:
         given["--warmup-epochs"] = ["0.5"]
 
-    # Modes
+    # Modes. dp can only cut tensors. One device that computes the slices one after the other can
+    # neither gather nor cut lists.
+    for name in ("ragged", "gather") if dp_is_in(trial) or trial.cut_matters else ():
+        task.pop(name, None)
     if trial.mode == "dp":
         given.pop("--sync-bn", None)
     shards = [n for mode, n in (trial_mode(trial), trial.resume, trial.evaluate) if mode == "fsdp"]
@@ -326,6 +332,10 @@ def constrain(trial: Trial) -> Trial:
         given["--batch-size"] = [str(least)]
     task["train"] = max(trial.part("train"), 3 * int(trial.value("--batch-size")))
     return trial
+
+
+def dp_is_in(trial: Trial) -> bool:
+    return "dp" in (trial.mode, trial.resume[0], trial.evaluate[0])
 
 
 def may_resume(trial: Trial) -> bool:
@@ -475,9 +485,8 @@ class Runs:
             f"import sys\n\nsys.path.append({str(harness.TASKS)!r})",
             "from fuzzed import make_task",
             f"\nSPEC = {trial.task!r}",
-            "parts = make_task(SPEC)",
-            "build_datasets, build_model, per_sample_loss, per_sample_metrics, _ = parts",
-            "dataset_metrics = parts[-1] if SPEC.get('whole') else None",
+            "globals().update(make_task(SPEC))",
+            "dataset_metrics = dataset_metrics if SPEC.get('whole') else None",
             "train_metrics = None if SPEC.get('frozen') else per_sample_metrics",
         ]
         self.task.write_text("\n".join(lines) + "\n")
@@ -518,19 +527,22 @@ class Runs:
     # Each of the invariants
 
     def steps_with_nan(self) -> set[tuple[int, int]]:
-        """Return the (epoch, step) in which a NaN is met, step from 1."""
+        """Return the (epoch, step), step from 1, that is skipped: for a NaN, or without weights."""
         trial = self.trial
-        if trial.part("nan_index") is None:
+        if trial.part("nan_index") is None and not trial.part("weights"):
             return set()
         argv = of_mode("single", trial.argv(sync_bn=None, find_unused_parameters=None))
         args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
-        train = fuzzed.make_task(trial.task)[0](args)[0]
-        labels = [int(train[index][1]) for index in range(len(train))]
+        train = fuzzed.make_task(trial.task)["build_datasets"](args)[0]
+        labels = [int(train[index][1].flatten()[0]) for index in range(len(train))]
         bad, batch = set(), args.batch_size
         for epoch in range(trial.epochs):
             order = harness.order_of(len(train), args.seed, epoch)[: trial.steps * batch]
-            nans = [p for p, index in enumerate(order) if labels[index] & fuzzed.NAN_LOSS]
-            bad |= {(epoch, place // batch + 1) for place in nans}
+            for step in range(trial.steps):
+                drawn = [labels[index] for index in order[step * batch : (step + 1) * batch]]
+                empty = trial.part("weights") and not any(fuzzed.weight_of(d) for d in drawn)
+                if empty or any(label & fuzzed.NAN_LOSS for label in drawn):
+                    bad.add((epoch, step + 1))
         return bad
 
     def expect_end(
@@ -616,7 +628,7 @@ class Runs:
             return
         if trial.mode == "single":
             batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
-            if trial.cut_matters or batch_norm or forward_counts:
+            if trial.cut_matters or batch_norm or forward_counts or trial.part("gather"):
                 return
             if "--accum-steps" not in trial.options:
                 return

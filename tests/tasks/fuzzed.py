@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate, random_split
 
+import common
 from tasks.images import ImagesInMemory
 
 CLASSES, SIZE, WIDTH = 4, 6, 12
@@ -32,6 +33,9 @@ DEFAULTS: dict[str, Any] = {
     "augment": False,
     "wrap": "",  # subset, random_split, concat, own
     "inputs": "tensor",  # dict, tuple, namedtuple
+    "ragged": False,  # a target is a list of one to three labels, which a function collate joins
+    "weights": False,  # the losses of a step are divided by weights, of which some are zero
+    "gather": False,  # the loss compares the samples of all ranks
     "nan_index": None,  # the training sample whose loss is NaN
     "norm": "",  # batch, batch_mean, instance, instance_tracked, layer, group
     "dropout": 0.0,
@@ -100,6 +104,14 @@ class Nested(Own):
     def __getitem__(self, index: int) -> Any:
         image, label = self.inner[index]
         return self.nest(image), label
+
+
+class Ragged(Own):
+    """Repeats the label of each sample, so that targets have different sizes."""
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = self.inner[index]
+        return inputs, label.repeat(1 + label % 3)
 
 
 class NestedBatches(Nested):
@@ -257,28 +269,58 @@ class Net(nn.Module):
 # ----------------------------------------------------------------------------------------- task
 
 
+def collate_ragged(samples: list) -> Any:
+    inputs, targets = zip(*samples)
+    return default_collate(inputs), [*targets]
+
+
+def labels_of(targets: Any) -> Tensor:
+    return torch.stack([labels[0] for labels in targets]) if isinstance(targets, list) else targets
+
+
+def times_of(targets: Any) -> Tensor:
+    """How often each label is repeated, [n]."""
+    labels = targets if isinstance(targets, list) else [[label] for label in targets]
+    return torch.tensor([len(own) for own in labels])
+
+
+def weight_of(label: Any) -> Any:
+    """Return the weight of a label: 0, 1, 2, 0 for the four classes."""
+    return label % CLASSES % 3
+
+
 def logits_of(outputs: Any) -> list[Tensor]:
     return [outputs["first"], *outputs["others"]] if isinstance(outputs, dict) else [outputs]
 
 
-def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Callable]:
-    """Return the four functions of a task; `changes` is what differs from `DEFAULTS`."""
+def make_task(changes: dict[str, Any]) -> dict[str, Callable]:
+    """Return the functions of a task, by name; `changes` is what differs from `DEFAULTS`."""
     assert changes.keys() <= DEFAULTS.keys(), f"unknown parts: {changes.keys() - DEFAULTS.keys()}"
     spec = {**DEFAULTS, **changes}
 
     def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
-        return build_train(spec), build_held_out(spec)
+        both = build_train(spec), build_held_out(spec)
+        return tuple(map(Ragged, both)) if spec["ragged"] else both
 
     def build_model(args: Namespace) -> nn.Module:
         return Net(spec, getattr(torch, args.dtype))
 
-    def per_sample_loss(outputs: Any, targets: Tensor) -> Tensor:
-        losses = 0
+    def loss_weights(targets: Any) -> Tensor:
+        return times_of(targets) * weight_of(labels_of(targets))
+
+    def per_sample_loss(outputs: Any, targets: Any) -> Tensor:
+        losses, times, targets = 0, times_of(targets), labels_of(targets)
         for logits in logits_of(outputs):
             losses = losses + F.cross_entropy(logits, targets % CLASSES, reduction="none")
+        if spec["gather"]:
+            every, _ = common.gather_samples(logits_of(outputs)[0])
+            distances = (logits_of(outputs)[0][:, None] - every).square().mean((1, 2))
+            losses = losses + 0.1 * distances
+        losses = losses * (times * weight_of(targets) if spec["weights"] else times)
         return losses * torch.where(targets & NAN_LOSS > 0, float("nan"), 1.0)
 
-    def per_sample_metrics(outputs: Any, targets: Tensor) -> dict[str, Tensor]:
+    def per_sample_metrics(outputs: Any, targets: Any) -> dict[str, Any]:
+        times, targets = times_of(targets), labels_of(targets)
         labels, logits = targets % CLASSES, logits_of(outputs)[0].double()
         error = (logits.softmax(1) - F.one_hot(labels, CLASSES)).square().sum(1)
         # Not in training, where each rank draws its own numbers, as for its dropout masks.
@@ -287,7 +329,7 @@ def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Ca
         hits = (logits.argmax(1) == labels).float()
         if spec["metric"] == "nan":
             error = torch.where(targets & NAN_METRIC > 0, float("nan"), error)
-        found = {"minus_error": -error, "top1": hits}
+        found = {"minus_error": -error, "top1": (hits * times, times) if spec["ragged"] else hits}
         found = dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
         shares = {"share": logits.softmax(1).amax(1).tolist()}
         return found | (shares if spec["whole"] else {})
@@ -296,4 +338,7 @@ def make_task(changes: dict[str, Any]) -> tuple[Callable, Callable, Callable, Ca
         ordered = [place * share for place, share in enumerate(lists.get("share", []), 1)]
         return {"ordered": sum(ordered)} if ordered else {}
 
-    return build_datasets, build_model, per_sample_loss, per_sample_metrics, dataset_metrics
+    functions = [build_datasets, build_model, per_sample_loss, per_sample_metrics, dataset_metrics]
+    functions += [loss_weights] if spec["weights"] else []
+    found = {function.__name__: function for function in functions}
+    return found | ({"collate": collate_ragged} if spec["ragged"] else {})
