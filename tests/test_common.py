@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from harness import TASKS, factor_of, guard_of, in_group, make_args, optimizer_of, single_run, train
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import common
 
@@ -112,6 +113,15 @@ def gather_on_each_rank():
 
 def test_gathered_samples_are_those_of_all_ranks_and_gradients_go_back():
     in_group(3, gather_on_each_rank)
+
+
+def test_what_has_to_is_moved():
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    batch = {"words": packed, "others": [torch.ones(2), "a text", (torch.ones(1), 3)]}
+    moved = common.to_device(batch, torch.device("meta"))
+    tensor, text, (last, three) = moved["others"]
+    assert moved["words"].data.is_meta and tensor.is_meta and last.is_meta
+    assert (text, three) == ("a text", 3)
 
 
 def check_meter_with_empty_and_uneven_shards():

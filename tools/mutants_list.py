@@ -24,7 +24,9 @@ BLAME = "test_end_of_a_run_is_told_by_the_rank_that_is_to_blame"
 CHANGED = "test_changed_option_that_would_change_the_run_is_refused_by_name"
 DIVERGED = "test_ten_skipped_steps_in_a_row_end_the_run"
 DURABLE = "test_files_of_a_save_are_on_the_disk_before_they_appear"
+EMPTY = "test_steps_without_any_weight_change_nothing_and_end_nothing[ddp-2]"
 EQUAL = "test_mode_equals_one_device"
+GATHERED = "test_gathered_samples_are_those_of_all_ranks_and_gradients_go_back"
 MASKS = "test_dropout_is_that_of_ddp"
 METER = "test_meter_is_the_exact_mean_over_uneven_and_empty_shards"
 NAN = "test_nan_is_skipped_in_every_mode"
@@ -38,11 +40,35 @@ SIGTERM_SAVES = "test_pitfall_11_sigterm_saves"
 SKIP = "test_scaler_skips_and_counts_non_finite_gradients_at_every_precision"
 SPEED = "test_speed_is_the_samples_since_the_last_line_over_the_seconds_since"
 SYNC_BN = "test_equals_batchnorm_on_the_whole_batch"
+TOKENS = "test_real_work_equals_one_device[tokens-ddp-2-1-13]"
 TRACES = "test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace"
 
 # common.py: the ranks, the meter, the model
 
-mutant("split_batch: strided micro-batches", "common", "t.tensor_split(pieces)[i]", "t[i::pieces]", "test_split_batch_cuts_nested_targets_along_the_first_dimension[2]")
+mutant("sampler: strided micro-batches", "sampling", "micro_batches = np.array_split(batch, self.accum_steps)",
+       "micro_batches = [batch[i :: self.accum_steps] for i in range(self.accum_steps)]", "test_micro_batches_of_all_ranks_are_those_of_one_device")
+mutant("gather: no gradient for others", "common", "total = reduce_value(gradient.float() if gradient.itemsize < 4 else gradient, average=False)",
+       "total = gradient", GATHERED)
+mutant("gather: padding stays", "common", "part[:size] for part, size in zip(parts, sizes)", "part for part in parts", GATHERED)
+mutant("gather: every rank is the first", "common", "sum(sizes[: dist.get_rank()])", "0", GATHERED, "test_real_work_equals_one_device[clip-ddp-2-3-13]")
+mutant("gather: in evaluation too", "common", " or not torch.is_grad_enabled():", ":", GATHERED)
+mutant("weights: of this rank alone", "machinery/usertask", "common.reduce_value(torch.stack(sums).sum(), average=False)", "torch.stack(sums).sum()", TOKENS)
+mutant("weights: of the last micro-batch", "machinery/usertask", "torch.stack(sums).sum()", "sums[-1]", "test_real_work_equals_one_device[pixels-ddp-2-3-13]")
+mutant("weights: in single precision", "machinery/usertask", '(targets).to(getattr(torch, self.args.dtype))', "(targets).float()", TOKENS,
+       "test_first_step_is_that_of_a_plain_program[tokens]")
+mutant("weights: the log divides by samples", "machinery/usertask", 'return (losses, self._weights(targets)) if "loss_weights" in self.functions else losses',
+       "return losses", TOKENS)
+mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total == 0, torch.inf, total)", "total", EMPTY)
+mutant("weights: an empty step steps", "common", "self.non_finite.maximum(total.isinf().float())", "self.non_finite", EMPTY)
+mutant("weights: empty steps end the run", "common", "self.in_a_row + self.non_finite", "self.in_a_row + self.bad", EMPTY)
+mutant("meter: weights ignored", "common", "totals.get(name + WEIGHT, count)", "count", METER)
+mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate", stack)', "stack", TOKENS)
+mutant("to_device: objects stay", "common", 'lambda value: hasattr(value, "to")', "torch.is_tensor", "test_what_has_to_is_moved")
+mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, train.dataset, micro_batch)", "pass",
+       f"{REFUSED}[ddp-2 --task TMP/loss-of-all.py --dtype float64]")
+mutant("check: slices of one are not tried", "machinery/usertask", "check_smallest_slice(task, net, device, train)", "pass",
+       f"{REFUSED}[single-1 --task TMP/norm.py --batch-size 2 --accum-steps 2]")
+mutant("check: dp gathers", "machinery/usertask", 'args.parallel_mode == "dp" and common.gather_samples.used', "False", "test_dp_says_what_it_cannot_do[clip-dp-dp cannot gather_samples; use ddp or spawn]")
 mutant("reduce_value: a sum for a mean", "common", "value = value / dist.get_world_size() if average else value", "pass",
        "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place")
 mutant("reduce_value: in place", "common", "value = value.detach().clone()", "value = value.detach()",
@@ -93,11 +119,11 @@ mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_nor
 mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
 mutant("scaler: scale of fp16 fixed", "common", 'enabled=amp == "fp16"', "enabled=False", f"{SKIP}[nan-fp16]")
 mutant("scaler: skipped steps not counted", "common", "self.skipped += self.bad", "pass", f"{SKIP}[nan-off]")
-mutant("scaler: in a row is never reset", "common", "(self.in_a_row + self.bad) * self.bad", "self.in_a_row + self.bad", DIVERGED)
+mutant("scaler: in a row is never reset", "common", "(self.in_a_row + self.non_finite) * self.bad", "self.in_a_row + self.non_finite", DIVERGED)
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", "test_guard_of_a_fused_step_reads_nothing_and_computes_little")
 mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.bad > 0, kept", "torch.where(self.bad > 2, kept", "test_skipped_step_leaves_no_trace_in_batchnorm")
 mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass", f"{SKIP}[nan-off]")
-mutant("ema: another decay", "common", "decay: float = 0.99", "decay: float = 0.9", AVERAGES)
+mutant("ema: another decay", "common", "(1 + n) / (10 + n)", "(1 + n) / (9 + n)", AVERAGES)
 mutant("ema: statistics not averaged", "common", "ids |= {id(norm.running_mean), id(norm.running_var)}", "pass", AVERAGES)
 
 # common.py: checkpoint files
@@ -187,13 +213,13 @@ mutant("task: classes without names", "tasks/images", "sets[-1].classes = source
 # train_single.py and train_dp.py
 
 STEP, SEED = "state.scaler.step(state.optimizer)", "seed_rng(args.seed, state.global_step, i)"
-UNSCALE = "        state.scaler.unscale_(state.optimizer)\n"
+UNSCALE = "        state.scaler.unscale_(state.optimizer, total)\n"
 CLIP = "        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)\n"
 NORM = "        state.scaler.norm = nn.utils.get_total_norm([p.grad for p in state.net.parameters() if p.grad is not None])\n"
-ADD = "            run.meter.add(loss=losses, **task.train_metrics(outputs, targets))\n"
+ADD = "            run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))\n"
 for mode, n, loss, accumulated in (("single", 1, "losses", "test_accumulation_on_one_device[2]"), ("dp", 2, 'values["loss"]', f"{EQUAL}[dp-2-2]")):
     script, masks = f"train_{mode}", f"{MASKS}[{mode}-{n}]"
-    mutant(f"{mode}: mean over the micro-batch", script, f"loss = {loss}.sum() / args.batch_size", f"loss = {loss}.mean()", accumulated)
+    mutant(f"{mode}: mean over the micro-batch", script, f"loss = {loss}.sum() / total", f"loss = {loss}.mean()", accumulated)
     mutant(f"{mode}: dropout seed without the step", script, SEED, "seed_rng(args.seed, 0, i)", masks)
     mutant(f"{mode}: NaN is not skipped", script, STEP, "state.optimizer.step()", f"{NAN}[{mode}-{n}]")
     mutant(f"{mode}: clipped before unscaling", script, UNSCALE + CLIP, NORM + CLIP + UNSCALE, "test_pitfall_21_clipping_sees_the_true_gradient")
@@ -203,7 +229,7 @@ mutant("single: schedule stepped per micro-batch", "train_single", ADD, ADD + " 
        "test_learning_rate_in_the_log_is_the_function_of_the_step")
 mutant("single: loss of the last micro-batch alone is logged", "train_single", ADD, "            run.meter.clear()\n" + ADD, "test_accumulation_on_one_device[2]")
 mutant("single: leaves traces in the process", "train_single", "@leaves_no_trace", "@(lambda main: main)", TRACES)
-mutant("dp: mean of the replicas' means", "train_dp", 'values["loss"].sum() / args.batch_size',
+mutant("dp: mean of the replicas' means", "train_dp", 'values["loss"].sum() / total',
        "sum(piece.mean() for piece in values['loss'].chunk(args.replicas)) / args.replicas", "test_pitfall_29_data_parallel_gathers_losses")
 mutant("dp: loss computed outside the replicas", "train_dp", "values = model(inputs, targets)",
        "values = {'loss': task.per_sample_loss(state.net(inputs), targets)}", "test_pitfall_29_data_parallel_gathers_losses")
@@ -213,11 +239,11 @@ mutant("dp: evaluates the weights, not their average", "train_dp", "metrics = ev
 
 # train_ddp.py and train_spawn.py
 
-SCALED = "loss = losses.sum() * (dist.get_world_size() / args.batch_size)"
+SCALED = "loss = losses.sum() * (dist.get_world_size() / total)"
 for mode in ("ddp", "spawn"):
     script, two = f"train_{mode}", f"{EQUAL}[{mode}-2-1]"
     masks = f"{MASKS}[{'dp' if mode == 'ddp' else mode}-2]"
-    mutant(f"{mode}: world size missing in the loss", script, SCALED, "loss = losses.sum() / args.batch_size", two)
+    mutant(f"{mode}: world size missing in the loss", script, SCALED, "loss = losses.sum() / total", two)
     mutant(f"{mode}: every rank trains on the whole batch", script, "args.balanced, rank, world_size", "args.balanced", two)
     mutant(f"{mode}: dropout seed without the rank", script, "state.global_step, i, dist.get_rank())", "state.global_step, i)", masks)
     mutant(f"{mode}: buffers not synchronised", script, "common.sync_buffers(net)", "", f"test_batchnorm_buffers_are_evaluated_alike[{mode}]")
@@ -249,7 +275,7 @@ mutant("spawn: local rank for rank", "train_spawn", "rank = args.node_rank * arg
 
 CLIPPED = f"{SHARDED}[--accum-steps 3 --clip-grad-norm 0.05 --lr 2-3]"
 MESH = "    mesh = mesh_of_ranks(device, args.shard_size)\n"
-mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / args.batch_size)", "losses.sum() / args.batch_size", f"{SHARDED}[-3]")
+mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / total)", "losses.sum() / total", f"{SHARDED}[-3]")
 mutant("fsdp: every rank trains on the whole batch", "train_fsdp", "args.balanced, rank, world_size", "args.balanced", f"{SHARDED}[-3]")
 mutant("fsdp: the first micro-batch is synchronised", "train_fsdp", "gradient_sync(i == args.accum_steps - 1)", "gradient_sync(i == 0)", CLIPPED)
 mutant("fsdp: the norm of a shard", "common", "get_total_norm(p.grad for p in", "get_total_norm(getattr(p.grad, '_local_tensor', p.grad) for p in", CLIPPED)
@@ -306,7 +332,7 @@ mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0
 mutant("log: --eval-only cuts it", "machinery/run", "if not self.eval_only:  # which", "if True:  # which", "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % self.log_every == 0", "logs = state.global_step % self.log_every == 0",
        SPEED)
-mutant("nodes: ranks are not compared", "machinery/run", 'check_agreement(must_agree, self.config.get("task"), sampler.length, val_set, device)', "",
+mutant("nodes: ranks are not compared", "machinery/run", 'check_agreement(must_agree, self.config.get("task"), train_loader, val_loader, device)', "",
        "test_ranks_that_mean_different_runs_are_told[seed]")
 mutant("order: every epoch is told that it is the first", "machinery/run", "set_position(self.state.epoch, self.state.step)", "set_position(0, self.state.step)",
        "test_pitfall_07_every_epoch_has_its_own_order")
@@ -422,11 +448,11 @@ mutant("slurm: nodes meet on the last one", "machinery/process", '.split(",")[0]
 
 # machinery/usertask.py
 
-mutant("check: training samples are not looked at", "machinery/usertask", 'check_samples(task, net, device, train_set, micro_batch, common.Meter(device), "training")', "pass",
+mutant("check: training samples are not looked at", "machinery/usertask", 'check_samples(task, net, device, train.dataset, micro_batch, meter, "training")', "pass",
        f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
-mutant("check: the model is always in training mode", "machinery/usertask", "net.eval()", "", "test_check_changes_no_bit_of_the_run[single-1]")
+mutant("check: the model is always in training mode", "machinery/usertask", "tensors = names_of_tensors(net, args.average)\n    net.eval()", "tensors = names_of_tensors(net, args.average)", "test_check_changes_no_bit_of_the_run[single-1]")
 mutant("check: a mean is a loss", "machinery/usertask", "common.Meter(device).add(loss=losses)", "", f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
-mutant("check: names of metrics are not compared", "machinery/usertask", 'val_set, batch, meter, "evaluation")', 'val_set, batch, common.Meter(device), "evaluation")',
+mutant("check: names of metrics are not compared", "machinery/usertask", 'val.dataset, batch, meter, "evaluation")', 'val.dataset, batch, common.Meter(device), "evaluation")',
        "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]")
 mutant("check: samples are fetched once", "machinery/usertask", "if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):", "if False:",
        "test_data_set_with_a_generator_of_its_own_is_refused")
