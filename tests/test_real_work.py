@@ -87,8 +87,16 @@ def test_first_step_is_that_of_a_plain_program(kind):
     loss = loss_of_whole_batch(kind, net, inputs, targets)
     gradients = torch.autograd.grad(loss, [*net.parameters()])
     wanted = {str(i): gradient for i, gradient in enumerate(gradients)}
-    found = single_run(*argv).gradients[0][0]
+    run = single_run(*argv, "--log-every", "1")
+    found = run.gradients[0][0]
     prove(f"first step of {kind}", "a plain program", deviation(found, wanted), 1e-12)
+    assert run.train_lines()[0]["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    if kind == "clip":  # an evaluation compares the samples of a batch
+        return
+    net.load_state_dict(run.checkpoint()["model"])
+    with torch.no_grad():
+        evaluated = loss_of_whole_batch(kind, net, *zip(*task.build_datasets()[1]))
+    assert run.eval_lines()[-1]["loss"] == pytest.approx(evaluated.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(

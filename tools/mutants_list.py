@@ -57,7 +57,7 @@ mutant("weights: of the last micro-batch", "machinery/usertask", "torch.stack(su
 mutant("weights: in single precision", "machinery/usertask", '(targets).to(getattr(torch, self.args.dtype))', "(targets).float()", TOKENS,
        "test_first_step_is_that_of_a_plain_program[tokens]")
 mutant("weights: the log divides by samples", "machinery/usertask", 'return (losses, self._weights(targets)) if "loss_weights" in self.functions else losses',
-       "return losses", TOKENS)
+       "return losses", "test_first_step_is_that_of_a_plain_program[tokens]")
 mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total == 0, torch.inf, total)", "total", EMPTY)
 mutant("weights: an empty step steps", "common", "self.non_finite.maximum(total.isinf().float())", "self.non_finite", EMPTY)
 mutant("weights: empty steps end the run", "common", "self.in_a_row + self.non_finite", "self.in_a_row + self.bad", EMPTY)
