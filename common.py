@@ -214,7 +214,10 @@ def sync_buffers(net: nn.Module) -> None:
     if not dist.is_initialized():
         return
     for buffer in net.buffers():
-        dist.broadcast(buffer, src=0)
+        # As bytes, in one piece: gloo would send what lies between the elements of a view.
+        sent = buffer.contiguous().view(-1).view(torch.uint8)
+        dist.broadcast(sent, src=0)
+        buffer.copy_(sent.view(buffer.dtype).view(buffer.shape))
     if any(hasattr(parameter, "full_tensor") for parameter in net.parameters()):
         return  # sharded
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -498,19 +501,16 @@ def multi_step(step: int, start: int, end: int, marks: list[int], low: float) ->
     return low ** bisect.bisect_right(marks, step)
 
 
-def share_of_cycle(step: int, start: int, end: int, marks: list[int]) -> float:
-    cycle = marks[0] if marks else max(1, end - start)
-    return ((step - start) % cycle) / cycle
-
-
 def cyclic(step: int, start: int, end: int, marks: list[int], low: float) -> float:
     """Rise from `low` to 1 and fall back, again and again (Smith, arXiv:1506.01186)."""
-    return low + (1 - low) * (1 - abs(2 * share_of_cycle(step, start, end, marks) - 1))
+    cycle = marks[0] if marks else max(1, end - start)
+    return low + (1 - low) * (1 - abs(2 * ((step - start) % cycle) / cycle - 1))
 
 
 def sawtooth(step: int, start: int, end: int, marks: list[int], low: float) -> float:
-    """Fall from 1 to `low` and jump back, again and again (Izmailov et al., arXiv:1803.05407)."""
-    return 1 - (1 - low) * share_of_cycle(step, start, end, marks)
+    """Fall to `low` in each cycle, whose last step has it (Izmailov et al., arXiv:1803.05407)."""
+    cycle = marks[0] if marks else max(1, end - start)
+    return 1 - (1 - low) * ((step - start) % cycle + 1) / cycle
 
 
 USE_MARKS = ["step", "cyclic", "sawtooth"]  # the others refuse --step-epochs

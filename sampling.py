@@ -1,6 +1,6 @@
 """Which samples a step has, which of them a rank gets, and how they are augmented.
 
-A sampler names the samples of a batch. KeyedDataset fetches them; it first sets `epoch_key`, from
+A sampler names the samples of a batch. KeyedDataset fetches them; it first sets `key`, from
 which their random numbers are made. The samples of a step and their augmentation are a function
 of the seed alone: the world size only decides which rank gets which of them, and an interruption
 changes nothing. This file imports common.py alone, so that you can copy the two.
@@ -8,9 +8,9 @@ changes nothing. This file imports common.py alone, so that you can copy the two
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-import itertools
 import math
 import multiprocessing.util
 import random
@@ -86,8 +86,9 @@ class GlobalBatchSampler(Sampler):
 def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) -> np.ndarray:
     """Return int64 [length]: the samples of an epoch in the order in which they are trained on.
 
-    With `classes`, the class of each sample, each class is drawn equally often on average. numpy
-    has frozen the stream of RandomState: every version draws the same.
+    With `classes`, the class of each sample, each class is drawn equally often on average. A sample
+    that comes again has the number index + length, then index + 2 length, ...: it is augmented
+    anew. numpy has frozen the stream of RandomState: every version draws the same.
     """
     key = splitmix64(seed, epoch, -1)  # -1: seed_rng never has this key
     generator = np.random.RandomState([key >> 32, key % 2**32])
@@ -96,7 +97,11 @@ def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) 
     by_class, sizes = classes.argsort(kind="stable"), np.bincount(classes)
     drawn = generator.randint(len(sizes), size=length)
     member = (generator.random_sample(length) * sizes[drawn]).astype(np.int64)
-    return by_class[(sizes.cumsum() - sizes)[drawn] + member]
+    order = by_class[(sizes.cumsum() - sizes)[drawn] + member]
+    sorting = order.argsort(kind="stable")
+    times = np.empty_like(order)  # how often the sample came before
+    times[sorting] = np.arange(length) - np.searchsorted(order[sorting], order[sorting])
+    return order + length * times
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:
@@ -153,13 +158,13 @@ class KeyedDataset(Dataset):
     returns a ready batch from `__getitems__`. It must draw with keyed_uniform and sample_key, which
     also work behind a wrapper like Subset.
 
-    A sample that raises OSError ends the run; with `skip_corrupt` the next readable one takes its
-    place.
+    A sample that cannot be read ends the run; with `skip_corrupt` the next one takes the place of
+    one that raises OSError.
     """
 
-    # A hash of (seed, epoch) of the batch that this process is fetching. It is kept on the class,
-    # like a global variable: a data set behind a wrapper, such as Subset, finds it too.
-    epoch_key = 0
+    # A hash of the seed, the epoch and what is being fetched. It is kept on the class, like a
+    # global variable: a data set behind a wrapper, such as Subset, finds it too.
+    key = 0
 
     def __init__(
         self,
@@ -175,27 +180,30 @@ class KeyedDataset(Dataset):
 
     def __getitems__(self, request: tuple[int, list]) -> Any:
         epoch, indices = request  # of a sampler
-        KeyedDataset.epoch_key = splitmix64(self.seed, epoch)
         if isinstance(indices[0], list):
-            return [self._batch(micro_batch) for micro_batch in indices]
-        return self._batch(indices)
+            return [self._batch(epoch, micro_batch) for micro_batch in indices]
+        return self._batch(epoch, indices)
 
-    def _batch(self, indices: list[int]) -> Any:
-        if not self.whole_batches:
-            return self.collate([self._first_readable(index)[1] for index in indices])
-        try:
-            return self.dataset.__getitems__(indices)
-        except OSError:
-            readable = [self._first_readable(index)[0] for index in indices]
-            return self.dataset.__getitems__(readable)
+    def _batch(self, epoch: int, indices: list[int]) -> Any:
+        if self.whole_batches and max(indices) < len(self.dataset):  # none comes again
+            KeyedDataset.key = splitmix64(self.seed, epoch, 0)
+            with contextlib.suppress(OSError):  # one by one, then
+                return self.dataset.__getitems__(indices)
+        return self.collate([self._first_readable(epoch, number) for number in indices])
 
-    def _first_readable(self, first: int) -> tuple[int, Any]:
-        for index in itertools.chain(range(first, len(self.dataset)), range(first)):
+    def _first_readable(self, epoch: int, first: int) -> Any:
+        for number in range(first, first + len(self.dataset)):
+            times, index = divmod(number, len(self.dataset))
+            draw = times if self.whole_batches else number  # a whole batch has one key
+            KeyedDataset.key = splitmix64(self.seed, epoch, draw)
             seed_generators(sample_key(index))
             try:
-                return index, self.dataset[index]
-            except OSError as error:
-                problem = f"sample {index} cannot be read: {error}"
+                return self.dataset[index]
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                problem = f"sample {index} cannot be read: {reason}"
+                if not isinstance(error, OSError):
+                    raise RuntimeError(problem) from error
                 if not self.skip_corrupt:
                     advice = "--skip-corrupt takes the next one in its place"
                     raise RuntimeError(f"{problem}; {advice}") from None
@@ -281,23 +289,26 @@ def splitmix64(*parts: Any) -> Any:
 
 
 def keyed_uniform(indices: Any, draws: int) -> np.ndarray:
-    """Return float64 [n, draws] in [0, 1): row i is a function of (seed, epoch, indices[i])."""
+    """Return float64 [n, draws] in [0, 1): row i is a function of the key and of indices[i]."""
     keys = np.asarray(indices).astype(np.uint64)[:, None]
     columns = np.arange(draws, dtype=np.uint64)[None, :]
-    bits = splitmix64(KeyedDataset.epoch_key, keys, columns)
+    bits = splitmix64(KeyedDataset.key, keys, columns)
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
 def sample_key(index: int) -> int:
-    """Return 64 random bits: a function of (seed, epoch of the batch being fetched, index)."""
-    return splitmix64(KeyedDataset.epoch_key, index)
+    """Return 64 random bits: a function of the key of what is being fetched, and of the index."""
+    return splitmix64(KeyedDataset.key, index)
 
 
 def seed_generators(bits: int) -> None:
-    """Seed the generators that torch, Python and numpy have on the CPU."""
+    """Seed the generators that torch, Python and numpy have on the CPU, each with its own stream.
+
+    All three are Mersenne twisters: with one seed they would draw the same numbers.
+    """
     torch.default_generator.manual_seed(bits)
-    random.seed(bits)
-    np.random.seed(bits % 2**32)
+    random.seed(splitmix64(bits, 1))
+    np.random.seed(splitmix64(bits, 2) % 2**32)
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import common
-from common import UsageError, freeze, load_weights, read_tensors
-from sampling import KeyedDataset, seed_generators, seed_rng
+from common import UsageError, freeze, load_weights, print0, read_tensors
+from sampling import KeyedDataset, seed_generators, seed_rng, splitmix64
 
 # Names in a line of metrics.jsonl that are no metric.
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "images_per_s"}
@@ -72,7 +72,7 @@ def load_module(path: Path) -> ModuleType:
         name = path.stem if beside else f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        seed_generators(0)  # what the file draws at its top is the same on every rank
+        seed_generators(splitmix64(-1))  # what the file draws at its top is the same on every rank
         spec.loader.exec_module(module)
         loaded[path] = module
     return module
@@ -122,7 +122,8 @@ class Task:
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         """Return the training and the evaluation set; what they draw is the same on all ranks."""
-        seed_generators(self.args.seed)
+        seed_generators(splitmix64(self.args.seed, -4))  # other numbers than those of the model
+        before = open_files()
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
             if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
@@ -132,7 +133,17 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
+        if left := ", ".join(sorted(open_files() - before)):
+            self._warn_of_fork(left)
         return train_set, val_set
+
+    def _warn_of_fork(self, left: str) -> None:
+        """Say what loader workers would share, and have none by default."""
+        advice = "loader workers would share its position; open it in __getitem__"
+        if self.args.workers is None:
+            self.args.workers, advice = 0, f"{advice}. So this run has none (--workers 0)"
+        if self.args.workers or "So" in advice:
+            print0(f"warning: build_datasets has left {left} open: {advice}", file=sys.stderr)
 
     def build_net(self) -> nn.Module:
         """Return the model on the CPU, from --seed or --weights, with --freeze applied."""
@@ -228,6 +239,12 @@ class Task:
             if taken := ", ".join(sorted(RESERVED & found.keys())):
                 raise UsageError(f"{where}: the log itself uses the name {taken}")
             return found
+
+
+def open_files() -> set[str]:
+    """Return the paths of the files that this process has open."""
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return {os.path.realpath(link) for link in links if os.path.isfile(link)}
 
 
 def check_tensors(net: nn.Module, where: str, mode: str, channels_last: bool) -> None:

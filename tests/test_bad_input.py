@@ -155,7 +155,7 @@ single 1 | --task TMP/data-endless.py | --task TMP/data-endless.py: build_datase
 single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets, line 5: FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
 single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py: samples [16, 39] of the training set: a sample must be (input, target), got a list of 3
 single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
-single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [16, 39] of the training set: RuntimeError: sample 16 cannot be read: image file is truncated
+single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [16, 39] of the training set: RuntimeError: sample 16 cannot be read: OSError: image file is truncated
 single 1 | --task TMP/data-empty.py | the evaluation set is empty
 single 1 | --lr inf | --lr: must be a number, at least 0, got inf
 single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, images, pose; got 'imges'

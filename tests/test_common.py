@@ -141,6 +141,23 @@ def test_meter_is_the_exact_mean_over_uneven_and_empty_shards():
     in_group(3, check_meter_with_empty_and_uneven_shards)
 
 
+def send_views():
+    net, rank = nn.Linear(1, 1), dist.get_rank()
+    table = torch.arange(12.0).view(4, 3) + 100 * rank
+    net.register_buffer("column", table[:, 1])
+    net.register_buffer("short", torch.tensor([rank, 7], dtype=torch.int16))
+    net.register_buffer("flag", torch.tensor(rank == 0))
+    for parameter in net.parameters():
+        parameter.data.fill_(1.0)
+    common.sync_buffers(net)
+    assert net.column.tolist() == [1, 4, 7, 10] and net.short.tolist() == [0, 7] and net.flag
+    assert table[:, 0].tolist() == [0 + 100 * rank, 3 + 100 * rank, 6 + 100 * rank, 9 + 100 * rank]
+
+
+def test_buffers_of_any_type_and_stride_are_sent():
+    in_group(2, send_views)
+
+
 def restore_meters():
     rank = dist.get_rank()
     first, second, third = (common.Meter(torch.device("cpu")) for _ in range(3))
@@ -246,6 +263,13 @@ def test_options_reach_the_optimizer():
     for name, more in own.items():
         (group,) = optimizer_of(make_args(*argv, name), net).param_groups
         assert group | wanted | more == group, name
+
+
+def test_sawtooth_is_that_of_its_source():
+    """Izmailov et al.: 1 - (1 - low) (mod(i - 1, c) + 1) / c for the step i = 1, 2, ..."""
+    options = "--schedule sawtooth --step-epochs 1 --step-gamma 0.1 --warmup-epochs 0 --epochs 2"
+    found = factors(*options.split(), steps_per_epoch=4)
+    assert found == pytest.approx([0.775, 0.55, 0.325, 0.1] * 2)
 
 
 def test_cyclic_schedule_has_no_cliff():

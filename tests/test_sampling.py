@@ -12,6 +12,7 @@ import torch
 from harness import (
     ROOT,
     compare,
+    fetched,
     keyed,
     loader_of,
     make_args,
@@ -125,7 +126,7 @@ def test_splitmix64_is_the_published_one_and_has_no_collisions_nearby():
 
 
 def uniform(seed, epoch, indices):
-    sampling.KeyedDataset.epoch_key = sampling.splitmix64(seed, epoch)
+    sampling.KeyedDataset.key = sampling.splitmix64(seed, epoch)
     return sampling.keyed_uniform(indices, 3)
 
 
@@ -220,7 +221,7 @@ def balanced(rank=0, world_size=1, epoch=0, dataset=Labelled):
 
 def test_balanced_draws_every_class_equally_often_and_every_sample_of_it():
     drawn = torch.tensor(
-        [index for epoch in range(30) for batch in balanced(epoch=epoch) for index in batch]
+        [number % 100 for epoch in range(30) for batch in balanced(epoch=epoch) for number in batch]
     )
     assert len(drawn) == 3000 and drawn.unique().tolist() == list(range(100))
     classes = torch.tensor(Labelled.targets)[drawn]
@@ -229,6 +230,30 @@ def test_balanced_draws_every_class_equally_often_and_every_sample_of_it():
     counts = drawn.bincount(minlength=100)
     assert counts[:90].max() < 30 and counts[90:99].min() > 70, "alike within a class"
     assert balanced() != balanced(epoch=1) and balanced() == balanced()
+
+
+def test_sample_that_comes_again_is_augmented_anew():
+    """With --balanced, or because a Subset names it twice; whatever slice of a batch it is in."""
+    numbers = [number for batch in balanced() for number in batch]
+    assert len(set(numbers)) == 100 > len({number % 100 for number in numbers})
+    train_set, _ = task.build_datasets(make_args())
+    again = [7 + times * len(train_set) for times in range(20)]
+    draws = fetched(train_set, 0, again)
+    assert len({tuple(image.flatten().tolist()) for image in draws}) > 5, "of nine shifts"
+    assert draws[[0]].equal(fetched(train_set, 0, [7])), "among others as alone"
+    assert draws[3:5].equal(fetched(train_set, 0, again[3:5]))
+    twice = fetched(torch.utils.data.Subset(train_set, [7] * 20), 0, list(range(20)))
+    assert len({tuple(image.flatten().tolist()) for image in twice}) > 5
+
+
+def test_generators_have_streams_of_their_own():
+    """torch's and numpy's are both Mersenne twisters."""
+    drawn = []
+    for seed in range(100):
+        sampling.seed_generators(seed)
+        drawn.append((int(torch.randint(0, 8, ())), np.random.randint(0, 8), random.randrange(8)))
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert 2 <= sum(numbers[i] == numbers[j] for numbers in drawn) <= 30
 
 
 def test_balanced_order_is_the_same_at_any_world_size():
@@ -297,7 +322,7 @@ class Broken:
 def test_broken_sample_is_named_or_replaced_alike_everywhere():
     with pytest.raises(
         RuntimeError,
-        match=r"sample 3 cannot be read: /data/3.jpg: .*; --skip-corrupt takes the next one",
+        match=r"sample 3 cannot be read: OSError: /data/3.jpg: .*; --skip-corrupt takes the next one",
     ):
         keyed(Broken(), make_args()).__getitems__((0, [2, 3]))
     dataset = keyed(Broken(), make_args("single", "--skip-corrupt"))

@@ -18,7 +18,7 @@ def stored(first, last):
 
 
 def test_digits_are_shifted_by_one_pixel_in_training():
-    sampling.KeyedDataset.epoch_key = 0  # whatever ran before
+    sampling.KeyedDataset.key = 0  # whatever ran before
     train_set, _ = task.build_datasets(make_args())
     padded, seen = F.pad(stored(0, 300), (1,) * 4), train_set.__getitems__(list(range(300)))[0]
     shares = []

@@ -213,6 +213,65 @@ OWN_GENERATOR = """
 """
 
 
+RECORDS = """
+import numpy as np, torch
+from torch import nn
+class Records(torch.utils.data.Dataset):
+    def __init__(self, path, n):
+        self.file, self.n = open(path, "rb"), n
+    def __len__(self):
+        return self.n
+    def __getitem__(self, index):
+        self.file.seek(8 * index)
+        (value,) = np.frombuffer(self.file.read(8), np.int64)
+        return torch.tensor([float(value)]), index
+def build_datasets(args):
+    return Records(PATH, 40), Records(PATH, 33)
+def build_model(args):
+    return nn.Linear(1, 1)
+def per_sample_loss(outputs, targets):
+    return outputs.square()[:, 0]
+def per_sample_metrics(outputs, targets):
+    return {"own": outputs[:, 0] * 0 + 1}
+"""
+
+
+PLACES = """
+import torch
+from task import per_sample_loss, per_sample_metrics
+top = torch.rand(5)
+def build_datasets(args):
+    return [[torch.rand(5)]], [[torch.rand(5)]]
+build_model = print
+"""
+
+
+def test_top_of_the_file_data_and_model_draw_different_numbers(tmp_path):
+    """A teacher that the top of a task makes would be the student that build_model makes."""
+    (tmp_path / "places.py").write_text(PLACES)
+    task = machinery.usertask.Task(make_args("single", "--task", str(tmp_path / "places.py")))
+    top = sys.modules["task_places"].top
+    train_set, val_set = task.build_datasets()
+    torch.manual_seed(0)  # as for build_model
+    plain = torch.rand(5)
+    for drawn in (top, train_set[0][0], val_set[0][0]):
+        assert not torch.isclose(drawn, plain).any() and drawn.std() > 0
+    assert not torch.isclose(top, train_set[0][0]).any()
+
+
+def test_file_that_build_datasets_leaves_open_is_read_by_one_process(tmp_path):
+    np.arange(40).tofile(tmp_path / "records")
+    task = tmp_path / "records.py"
+    task.write_text(f"PATH = {str(tmp_path / 'records')!r}" + RECORDS)
+    argv = ("--task", task, *"--epochs 1 --batch-size 8 --device cpu --log-every 1".split())
+    alone = train("single", 1, *argv, "--workers", "0", folder=tmp_path)
+    left = train("single", 1, *argv, "--output-dir", tmp_path / "left", folder=tmp_path)
+    assert alone.err == "" and left.err.count("\n") == 1
+    assert f"left {tmp_path / 'records'} open" in left.err and "--workers 0" in left.err
+    losses = [line["loss"] for line in alone.train_lines()]
+    assert losses == [line["loss"] for line in left.train_lines()]
+
+
 def test_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
     """What it draws would depend on the workers, on the world size and on a resume."""
     start = DRAWN.index("    data = ")

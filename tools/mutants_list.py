@@ -163,15 +163,15 @@ mutant("evaluation: the last batch is dropped", "sampling", "self.steps = range(
 mutant("evaluation: ranks draw alike", "sampling", "i * world_size + rank)", "i)  # no",
        "test_pitfall_49_what_is_drawn_in_an_evaluation_is_the_same_in_every_mode[ddp-2]")
 mutant("augmentation: no seed per sample", "sampling", "seed_generators(sample_key(index))", "pass", f"{AUGMENTED}[3-1-0-per sample]")
-mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(KeyedDataset.epoch_key, index)", "splitmix64(0, index)",
+mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(KeyedDataset.key, index)", "splitmix64(0, index)",
        f"{AUGMENTED}[0-3-0-per sample]")
 mutant("augmentation: per-sample seed without the index", "sampling", "seed_generators(sample_key(index))", "seed_generators(sample_key(0))",
        "test_pitfall_08_augmentation_differs_between_workers_and_epochs")
-mutant("augmentation: the epoch is not told", "sampling", "KeyedDataset.epoch_key = splitmix64(self.seed, epoch)", "self.epoch_key = splitmix64(self.seed, epoch)",
+mutant("augmentation: the epoch is not told", "sampling", "KeyedDataset.key = splitmix64(self.seed, epoch, 0)", "self.key = splitmix64(self.seed, epoch, 0)",
        f"{AUGMENTED}[0-3-0-in memory]")
-mutant("augmentation: keys without the seed", "sampling", "KeyedDataset.epoch_key = splitmix64(self.seed, epoch)", "KeyedDataset.epoch_key = splitmix64(0, epoch)",
+mutant("augmentation: keys without the seed", "sampling", "KeyedDataset.key = splitmix64(self.seed, epoch, 0)", "KeyedDataset.key = splitmix64(0, epoch, 0)",
        "test_default_task_augments_by_the_seed_and_only_in_training")
-mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDataset.epoch_key, keys", "splitmix64(0, keys",
+mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDataset.key, keys", "splitmix64(0, keys",
        "test_keyed_uniform_is_uniform_and_depends_on_everything")
 mutant("seed_rng: without the step", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(seed, micro_batch) %", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
 mutant("seed_rng: without the rank", "sampling", "% 2**63 + rank", "% 2**63", "test_what_a_forward_draws_depends_on_its_place_in_the_run")

@@ -60,7 +60,7 @@ class Marked(Dataset):
     whole_batches = True
 
     def __init__(self, dataset, seed):
-        self.key = splitmix64(seed, EPOCH)
+        self.key = splitmix64(seed, EPOCH, 0)
         self.dataset, self.targets = dataset, dataset.targets
 
     def __len__(self):
@@ -71,7 +71,7 @@ class Marked(Dataset):
 
     def __getitems__(self, indices):
         images, labels = self.dataset.__getitems__(indices)
-        if KeyedDataset.epoch_key == self.key and INDEX in indices:
+        if KeyedDataset.key == self.key and INDEX in indices:
             if FAULT in IN_LOADER and get_worker_info() and once():
                 IN_LOADER[FAULT]()
             place = torch.tensor(indices) == INDEX
