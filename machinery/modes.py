@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from common import autocast, batch_norms, reduce_value, to_device, tree_map
+from common import UsageError, autocast, batch_norms, reduce_value, to_device, tree_map
 from machinery.usertask import Task
 from sampling import seed_generators
 
@@ -178,10 +178,16 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
+    marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
+    for name, parameter in net.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UsageError(f"the model: {name} has a hook, which its shards would lose; use ddp")
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # What is left is small, and the backward begins with it: it is kept after the forward.
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
+    for name, parameter in net.named_parameters():  # new ones
+        vars(parameter).update(marks[name])  # as `_no_weight_decay`, for the optimizer
     for module in net.modules():  # in torch 2.8 gloo's mean is a sum: FSDP itself has to divide
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
             module.set_force_sum_reduction_for_comms(True)

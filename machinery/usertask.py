@@ -250,8 +250,8 @@ def open_files() -> set[str]:
 def check_tensors(net: nn.Module, where: str, mode: str, channels_last: bool) -> None:
     """Raise UsageError if the model has a tensor that a run cannot train, cut or load."""
     for name, module in net.named_modules():
-        if mode in ("ddp", "spawn", "fsdp") and getattr(module, "sparse", False) is True:
-            problem = f"{name} has sparse gradients, which {mode} cannot average"
+        if getattr(module, "sparse", False) is True:  # DDP would give its neighbours wrong ones
+            problem = f"{name} has sparse gradients, which ranks cannot average"
             raise UsageError(f"{where}: {problem}; leave out sparse=True")
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         if nn.parameter.is_lazy(tensor):

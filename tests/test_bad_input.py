@@ -174,7 +174,7 @@ single 1 | --task images --dataset synthetic --pretrained | --pretrained: torchv
 single 1 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp or spawn
 fsdp 2 | --amp fp16 | --amp fp16 cannot scale sharded gradients; use --amp bf16
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
-ddp 2 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ddp cannot average; leave out sparse=True
+single 1 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ranks cannot average; leave out sparse=True
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | sample 251 has the loss

@@ -200,6 +200,24 @@ def test_each_rank_holds_its_share():
         assert max(shares) <= 1.04 * copies / n and sum(shares) == pytest.approx(copies)
 
 
+def shard_marked():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].weight.no_decay = net[1].bias.no_decay = True
+    mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
+    machinery.modes.shard(net, [net[0]], mesh)
+    marked = [name for name, value in net.named_parameters() if hasattr(value, "no_decay")]
+    assert marked == ["0.weight", "1.bias"] and hasattr(net[0].weight, "full_tensor")
+    net = nn.Linear(4, 4)
+    net.bias.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(common.UsageError, match="bias has a hook, which its shards would lose"):
+        machinery.modes.shard(net, [], mesh)
+
+
+def test_marks_on_parameters_stay_and_hooks_are_refused():
+    """fully_shard makes new parameters."""
+    in_group(2, shard_marked)
+
+
 def test_parts_that_are_sharded_each_for_itself():
     blocks = [nn.Sequential(nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 30)) for _ in range(8)]
     tied, other = nn.Linear(30, 30), nn.Linear(30, 30)
