@@ -191,7 +191,7 @@ mutant("small image: a larger shift", "tasks/images", "size, size // 8)", "size,
        "test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored")
 mutant("image file: lower bits of sixteen", "tasks/images", 'if image.mode.startswith("I"):', "if False:",
        "test_upper_eight_of_sixteen_bits_of_grey_are_read")
-mutant("normalise: not divided", "tasks/images", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)",
+mutant("normalise: not divided", "tasks/images", "- model.pixel_mean) / model.pixel_std,)", "- model.pixel_mean),)",
        "test_network_sees_each_channel_normalised_in_its_precision")
 mutant("task: classes without names", "tasks/images", "sets[-1].classes = source.classes", "pass", "test_arrays_are_augmented_in_training_only")
 
