@@ -532,14 +532,17 @@ class StepGuard:
         self.skipped, self.in_a_row = self.zero.clone(), self.zero.clone()
         self.optimizer: torch.optim.Optimizer | None = None  # set in the first step
         # By name: a forward may put another tensor in the place of a buffer.
-        by_type: dict[torch.dtype, list] = {}
+        places: dict[torch.dtype, list] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-                    by_type.setdefault(buffer.dtype, []).append((module._buffers, name))
-        self.statistics = [
-            (place, *[flat(tensors_at(place)) for _ in range(2)]) for place in by_type.values()
-        ]
+                    places.setdefault(buffer.dtype, []).append((module._buffers, name))
+        self.places = [*places.values()]
+        self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
+
+    def statistics(self) -> list[list[Tensor]]:
+        """Return BatchNorm's buffers, those of one dtype together."""
+        return [[buffers[name] for buffers, name in places] for places in self.places]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale: small gradients would be zero in fp16."""
@@ -577,16 +580,17 @@ class StepGuard:
         elif not self.bad:
             optimizer.step()
 
+    @torch.no_grad()  # a forward may have put tensors with a gradient in the place of buffers
     def update(self) -> None:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
-        with torch.no_grad():  # a forward may have put tensors there that have a gradient
-            for places, (now, parts_of_now), (kept, parts_of_kept) in self.statistics:
-                buffers = tensors_at(places)
-                torch._foreach_copy_(parts_of_now, buffers)
-                torch.where(self.good, now, kept, out=kept)
-                torch._foreach_copy_(buffers, parts_of_kept)
+        for buffers, (now, parts), (kept, kept_parts) in zip(
+            self.statistics(), self.now, self.kept
+        ):
+            torch._foreach_copy_(parts, buffers)
+            torch.where(self.good, now, kept, out=kept)
+            torch._foreach_copy_(buffers, kept_parts)
         self.grad_scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -598,35 +602,27 @@ class StepGuard:
         self.grad_scaler.load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
-        for places, _, (_, parts_of_kept) in self.statistics:
-            torch._foreach_copy_(parts_of_kept, tensors_at(places))
-
-
-def tensors_at(places: list[tuple[dict[str, Tensor], str]]) -> list[Tensor]:
-    return [tensors[name] for tensors, name in places]
+        self.kept = [flat(buffers) for buffers in self.statistics()]
 
 
 def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a copy of the tensors as one, and its parts, which have their shapes."""
+    """Return a copy of the tensors as one, and its parts, in their shapes."""
     whole = torch.cat([tensor.flatten() for tensor in tensors])
     parts = whole.split([tensor.numel() for tensor in tensors])
     return whole, [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer itself looks at `found_inf`, for all of its parameters.
+    """Return whether the optimizer looks at `found_inf`, for all parameters; make its momentum.
 
-    Make the momentum of fused SGD: torch makes it in the first step, and leaves it uninitialised
-    if that is skipped.
+    Fused SGD would leave its momentum uninitialised if the very first step is skipped.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):  # what GradScaler asks
         return False
     for group in optimizer.param_groups:
-        # With dampening the first step would not be that of torch.
-        if not group.get("fused", True) or group.get("dampening"):
+        if not group.get("fused", True) or group.get("dampening"):  # a first step has none
             return False
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        for parameter in group["params"] if group["momentum"] else ():
+        for parameter in group["params"] if group.get("momentum") else ():
             state = optimizer.state[parameter]
             state.setdefault("momentum_buffer", torch.zeros_like(parameter))
     return True
