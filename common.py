@@ -442,11 +442,7 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
 
 def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
     options = {"weight_decay": decay, "nesterov": nesterov, **kernel}
-    optimizer = torch.optim.SGD(parameters, lr, momentum, **options)
-    for parameter in parameters if momentum else ():
-        # Fused SGD would leave them uninitialised if the very first step is skipped.
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+    return torch.optim.SGD(parameters, lr, momentum, **options)
 
 
 def build_adamw(
@@ -562,19 +558,28 @@ class StepGuard:
     statistics either, where one NaN would stay for ever.
 
     `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
-    sets it to zero; `in_a_row` counts consecutive ones, and stays at 10. All stay on the device: a
-    step with a fused optimizer does not wait for it. Create it after `net.to(device)`.
+    sets it to zero; `in_a_row` counts those since the last good step. With fp16 it leaves out those
+    that lower the scale to 1. All stay on the device: a step with a fused optimizer does not wait
+    for it. Create it after `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
         self.grad_scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        self.skipped = torch.zeros((), device=device)
-        self.in_a_row = torch.zeros((), device=device)
-        kinds = [("running_mean", "running_var"), ("num_batches_tracked",)]  # cat takes one dtype
-        named = list(net.named_buffers())
-        found = [[buffer.view(-1) for name, buffer in named if name.endswith(k)] for k in kinds]
-        self.statistics = [buffers for buffers in found if buffers]
-        self.kept = [torch.cat(buffers) for buffers in self.statistics]
+        self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.skipped, self.in_a_row = self.zero.clone(), self.zero.clone()
+        self.optimizer: torch.optim.Optimizer | None = None  # set in the first step
+        # By name: a forward may put another tensor in the place of a buffer.
+        places: dict[torch.dtype, list] = {}
+        for module in net.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+                    places.setdefault(buffer.dtype, []).append((module._buffers, name))
+        self.places = [*places.values()]
+        self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
+
+    def statistics(self) -> list[list[Tensor]]:
+        """Return BatchNorm's buffers, those of one dtype together."""
+        return [[buffers[name] for buffers, name in places] for places in self.places]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale: small gradients would be zero in fp16."""
@@ -583,37 +588,46 @@ class StepGuard:
     def unscale_(self, optimizer: torch.optim.Optimizer, total: int | Tensor = 1) -> None:
         """Divide the gradient by the scale, and take its norm.
 
-        `total` is what the losses of the step were divided by. If it is infinite, no sample had a
-        weight: the step is skipped, and the run goes on.
+        `total` is what the losses of this step were divided by. If it is infinite, the global batch
+        had no weight: the step is skipped, and does not count as one of a row.
         """
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+        gradients = [p.grad for p in parameters if p.grad is not None] or [self.zero]
+        # As nn.utils.get_total_norm, which makes a call for each tensor.
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         # With sharded gradients each rank has only the norm of its own part here.
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        # NaN or Inf times 0 is NaN, which is not 0; isfinite would be five operations in each step.
-        self.bad = self.non_finite = (self.norm * 0 != 0).float()
-        if torch.is_tensor(total):
-            self.bad = self.non_finite.maximum(total.isinf().float())
+        self.good, counts = self.norm < math.inf, True  # NaN is not less either
+        if isinstance(total, Tensor):
+            counts = total < math.inf
+            self.good &= counts
+        self.bad = torch.where(self.good, self.zero, self.one)
+        if self.grad_scaler.is_enabled():  # it lowers the scale after such a step
+            counts = (self.scale(self.one) <= 1) & counts
+        self.counted = self.bad if counts is True else self.bad * counts
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer.defaults.get("fused"):  # it looks at `found_inf` by itself, on the device
+        if self.optimizer is not optimizer:
+            self.optimizer, self.on_device = optimizer, skips_on_device(optimizer)
+        if self.on_device:
             optimizer.grad_scale, optimizer.found_inf = None, self.bad
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf
         elif not self.bad:
             optimizer.step()
 
+    @torch.no_grad()  # a forward may have put tensors with a gradient in the place of buffers
     def update(self) -> None:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
-        in_a_row = (self.in_a_row + self.non_finite) * self.bad  # 0 after a good step
-        # At 10 the count stays, also after a good step: it is read only at log lines and saves.
-        self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
-        # After a good step `kept` gets the buffers, after a skipped one the buffers get `kept`.
-        for buffers, kept in zip(self.statistics, self.kept):
-            torch.where(self.bad > 0, kept, torch.cat(buffers), out=kept)  # [all statistics]
-            torch._foreach_copy_(buffers, kept.split([len(buffer) for buffer in buffers]))
+        self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
+        for buffers, (now, parts), (kept, kept_parts) in zip(
+            self.statistics(), self.now, self.kept
+        ):
+            torch._foreach_copy_(parts, buffers)
+            torch.where(self.good, now, kept, out=kept)
+            torch._foreach_copy_(buffers, kept_parts)
         self.grad_scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -625,8 +639,30 @@ class StepGuard:
         self.grad_scaler.load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
-        for buffers, kept in zip(self.statistics, self.kept):
-            torch.cat(buffers, out=kept)
+        self.kept = [flat(buffers) for buffers in self.statistics()]
+
+
+def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a copy of the tensors as one, and its parts, in their shapes."""
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = whole.split([tensor.numel() for tensor in tensors])
+    return whole, [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer looks at `found_inf`, for all parameters; make its momentum.
+
+    Fused SGD would leave its momentum uninitialised if the very first step is skipped.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # what GradScaler asks
+        return False
+    for group in optimizer.param_groups:
+        if not group.get("fused", True) or group.get("dampening"):  # a first step has none
+            return False
+        for parameter in group["params"] if group.get("momentum") else ():
+            state = optimizer.state[parameter]
+            state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+    return True
 
 
 def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:

@@ -14,7 +14,10 @@ mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
   single | dp | ddp | spawn | fsdp | plot | bench) ;;
-  test | equivalence | mutants | faults | fuzz) needed+=("$here/tests/requirements.txt") ;;
+  test | equivalence | mutants | faults | fuzz)
+    needed+=("$here/tests/requirements-gpu.txt") # a machine with a GPU may reach no registry: it is asked for little
+    [[ " $* " == *" -m gpu"* ]] || needed+=("$here/tests/requirements.txt")
+    ;;
   -h | --help | help) usage && exit 0 ;;
   "") usage >&2 && exit 2 ;;
   *)
@@ -27,18 +30,25 @@ shift
 
 in_here() { (cd -- "$here" && "$python" "$@"); } # Python looks for modules in the current folder first, which may be anyone's
 
-has_requirements() { # asks the metadata of the installed packages: importing them would take seconds
-  in_here - "${needed[@]}" <<'PYTHON' 2>/dev/null
+has_requirements() { # asks the metadata of the installed packages: importing them would take seconds. Says what is `missing`
+  missing=$(
+    in_here - "${needed[@]}" <<'PYTHON' 2>/dev/null
 import importlib.metadata, re, sys
-for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", "".join(open(path).read() for path in sys.argv[1:]), re.MULTILINE):
-    installed, wanted = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (importlib.metadata.version(name), floor))
-    sys.exit(1) if installed < wanted else None
+def is_here(name, floor):
+    try: installed, wanted = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (importlib.metadata.version(name), floor))
+    except importlib.metadata.PackageNotFoundError: return False
+    return installed >= wanted
+needed = re.findall(r"^([\w-]+)>=([\d.]+)", "".join(open(path).read() for path in sys.argv[1:]), re.MULTILINE)
+missing = [f"{name}>={floor}" for name, floor in needed if not is_here(name, floor)]
+print(*missing, sep=", ")
+sys.exit(1 if missing else 0)
 PYTHON
+  )
 }
 
 set_up() {
   ! has_requirements || return 0 # another call has done it meanwhile
-  echo "run.sh: the active Python lacks something that is needed; setting up $here/.venv, once" >&2
+  echo "run.sh: the active Python lacks ${lacking:-all that is needed}; setting up $here/.venv, once" >&2
   # Made anew unless pip was put there to the last file: to make it may have been interrupted
   if ! in_here -c 'import importlib.metadata as m; raise SystemExit(not m.files("pip"))' 2>/dev/null; then
     python=$active in_here -c 'import ensurepip, venv' 2>/dev/null ||
@@ -52,7 +62,7 @@ found=$(command -v python3 || command -v python || fail "no Python found; instal
 # Asked once, here: what pyenv or asdf put on PATH starts one Python in this folder and maybe another one in the project's
 python=$("$found" -I -c 'import sys; print(sys.executable)') || fail "$found does not start; activate Python 3.10 or later"
 if ! has_requirements; then
-  active=$python python=$here/.venv/bin/python
+  active=$python lacking=$missing python=$here/.venv/bin/python
   has_requirements || (flock 9 2>/dev/null || true && set_up) 9<"$here" # one call at a time
 fi
 

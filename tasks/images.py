@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import difflib
 import fcntl
-import functools
 import os
 from argparse import Namespace
 from collections.abc import Iterator
@@ -294,11 +293,12 @@ def build_model(args: Namespace) -> nn.Module:
         if (args.image_size or side) < 64:
             print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
     dtype = getattr(torch, args.dtype)
-    if args.compile:
-        # Else step 1 compiles how the constants are made, and step 2 compiles again.
-        torch.compiler.assume_constant_result(per_channel)
-    # A hook, not a layer: parameters keep plain names, and a state dict has no mean and deviation.
-    model.register_forward_pre_hook(functools.partial(normalize, mean=mean, std=std, dtype=dtype))
+    # Buffers, so that they move with the model, but not of a state dict; and a hook, not a layer:
+    # parameters keep plain names.
+    for name, values in (("pixel_mean", mean), ("pixel_std", std)):
+        per_channel = torch.tensor(values, dtype=dtype).view(-1, 1, 1)
+        model.register_buffer(name, per_channel, persistent=False)
+    model.register_forward_pre_hook(normalize)
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
 
 
@@ -326,24 +326,10 @@ def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module
     return model
 
 
-def normalize(
-    module: nn.Module, inputs: tuple[Tensor], *, mean: tuple, std: tuple, dtype: torch.dtype
-) -> tuple[Tensor]:
+def normalize(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Turn uint8 images [n, C, H, W] into numbers with about zero mean and unit variance."""
     (images,) = inputs
-    shift, scale = (per_channel(values, images.device, dtype) for values in (mean, std))
-    return ((images.to(dtype) - shift) / scale,)
-
-
-_constants: dict[tuple, Tensor] = {}
-
-
-def per_channel(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return [C, 1, 1]. It is kept: a copy from the host in every step would make it wait."""
-    key = (values, device, dtype)
-    if key not in _constants:
-        _constants[key] = torch.tensor(values, device=device, dtype=dtype).view(-1, 1, 1)
-    return _constants[key]
+    return ((images.to(model.pixel_mean.dtype) - model.pixel_mean) / model.pixel_std,)
 
 
 # ------------------------------------------------------------------------------- loss and metrics

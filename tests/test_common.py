@@ -232,28 +232,68 @@ def test_scaler_skips_and_counts_non_finite_gradients_at_every_precision(amp, ba
     stepped, scaler = one_step(amp, 1.0)
     assert stepped and scaler.skipped == 0 and scaler.in_a_row == 0
     stepped, scaler = one_step(amp, bad)
-    assert not stepped and scaler.skipped == 1 and scaler.in_a_row == 1
+    counted = 0 if amp == "fp16" else 1  # there the scale falls
+    assert not stepped and scaler.skipped == 1 and scaler.in_a_row == counted
     assert scaler.grad_scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
     _, resumed = one_step(amp, 1.0)
     resumed.load_state_dict(scaler.state_dict())
-    assert resumed.in_a_row == 1, "a resumed run counts on"
+    assert resumed.in_a_row == counted, "a resumed run counts on"
 
 
-def test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum():
-    """Torch allocates the momentum of fused SGD uninitialised in the first step, and a skipped step leaves it so."""
-    net = nn.Linear(100, 100, bias=False)
-    optimizer = optimizer_of(make_args(), net)
-    momentum = optimizer.state[net.weight]["momentum_buffer"]
-    assert momentum.count_nonzero() == 0 and momentum.shape == net.weight.shape
-    expected = torch.optim.SGD(
-        [weight := net.weight.detach().clone().requires_grad_()], 0.1, 0.9, weight_decay=1e-3
-    )
-    for _ in range(3):
-        net.weight.grad = torch.ones_like(net.weight)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        expected.step()
-    assert weight.equal(net.weight), "bitwise what torch's own start gives"
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_steps_in_a_row_count_at_the_lowest_scale_and_since_the_last_good_step(amp):
+    """With fp16 a healthy run may begin with many: each halves the scale of 65536."""
+    net = nn.Linear(1, 1, bias=False)
+    args = make_args("single", "--amp", amp)
+    guard, optimizer = guard_of(args, torch.device("cpu"), net), optimizer_of(args, net)
+
+    def in_a_row(gradient, *total):
+        guard.scale(net.weight.sum()).backward()
+        net.weight.grad.fill_(gradient)
+        guard.unscale_(optimizer, *total)
+        guard.step(optimizer)
+        guard.update()
+        return guard.in_a_row.item()
+
+    for _ in range(16 if amp == "fp16" else 0):
+        assert in_a_row(math.nan) == 0
+    assert [in_a_row(math.nan) for _ in range(12)] == [*range(1, 13)]
+    before, skipped = net.weight.item(), guard.skipped.item()
+    assert in_a_row(0.0, torch.tensor(math.inf)) == 12, "a batch without weight ends no row"
+    assert net.weight.item() == before and guard.skipped == skipped + 1
+    assert in_a_row(1.0, torch.tensor(3.0)) == 0 and net.weight.item() != before
+
+
+OF_A_TASK = {
+    "fused": lambda weight, bias: torch.optim.SGD([weight, bias], 0.1, 0.9, fused=True),
+    "one group is not fused": lambda weight, bias: torch.optim.SGD(
+        [{"params": [weight], "fused": False}, {"params": [bias]}], 0.1, 0.9, fused=True
+    ),
+    "dampening": lambda weight, bias: torch.optim.SGD([weight, bias], 0.1, 0.9, 0.5, fused=True),
+    "adamw": lambda weight, bias: torch.optim.AdamW([weight, bias], 0.1, fused=True),
+    "not fused": lambda weight, bias: torch.optim.SGD([weight, bias], 0.1, 0.9),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_TASK)
+def test_skipped_first_step_of_any_optimizer_leaves_no_trace(name):
+    """Torch makes the momentum of fused SGD uninitialised in the first step, and a skipped step leaves it so."""
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
+    try:
+        nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
+        nets[1].load_state_dict(nets[0].state_dict())
+        ours, theirs = (OF_A_TASK[name](*net.parameters()) for net in nets)
+        guard = common.StepGuard("off", torch.device("cpu"), nets[0])
+        for gradient in (math.nan, 1.0, 2.0, math.inf, 3.0):
+            for parameter in (*nets[0].parameters(), *nets[1].parameters()):
+                parameter.grad = torch.full_like(parameter, gradient)
+            guard.unscale_(ours)
+            guard.step(ours)
+            guard.update()
+            theirs.step() if math.isfinite(gradient) else None
+            assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters())), gradient
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_options_reach_the_optimizer():

@@ -98,9 +98,19 @@ def test_set_up_is_done_once_when_the_active_python_lacks_something(lacking, tmp
     finished = run_sh("single", "--help", cwd=tmp_path, root=lacking)
     assert finished.returncode != 0
     assert (
-        "the active Python lacks something that is needed; setting up" in finished.stderr
+        "the active Python lacks no-such-package>=1.0; setting up" in finished.stderr
         and (lacking / ".venv").is_dir()
     )
+
+
+def test_tests_marked_gpu_ask_for_few_packages(lacking, tmp_path):
+    """A machine with a GPU may reach no registry."""
+    (lacking / "tests").mkdir()
+    (lacking / "requirements.txt").rename(lacking / "tests" / "requirements.txt")
+    shutil.copy(ROOT / "requirements.txt", lacking)
+    shutil.copy(ROOT / "tests" / "requirements-gpu.txt", lacking / "tests")
+    finished = run_sh("test", "-m", "gpu", cwd=tmp_path, root=lacking)
+    assert "no tests ran" in finished.stdout and "lacks" not in finished.stderr
 
 
 def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, monkeypatch):
@@ -119,6 +129,7 @@ def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, mon
             and "cannot make a virtual environment; install python3-venv" in last
         ), finished.stderr
         assert finished.stderr.count("\n") == 2 and "Traceback" not in finished.stderr
+        assert "the active Python lacks no-such-package>=1.0; setting up" in finished.stderr
     assert not (lacking / ".venv").exists()
 
 

@@ -38,6 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+import common
 from common import UsageError, autocast, build_optimizer, resolve_device_type
 from machinery.cli import Parser, filled, number, parse_args
 from machinery.modes import WithLoss, data_parallel, mesh_of_ranks, shard
@@ -57,14 +58,23 @@ WORKLOADS = {
     "resnet9": f"{IN_MEMORY} --model resnet9",
     "resnet18": f"{IN_MEMORY} --model resnet18",
     "imagefolder": f"{FOLDERS} --model resnet18",
+    "deep": f"{IN_MEMORY} --model deep --batch-size 32",
 }
-IMAGES = """from tasks.images import *
+IMAGES = """from tasks import images
+from tasks.images import *
 def build_datasets(args):
     images = torch.randint(0, 256, (1_000, 3, 32, 32), dtype=torch.uint8).repeat(50, 1, 1, 1)
     labels = torch.arange(50_000) % 10
     train_set = ImagesInMemory(images, labels, shift=4, flip=True)
     return train_set, ImagesInMemory(images[:128], labels[:128])
-"""  # a task: noise, held in memory and augmented as CIFAR-10 is
+def build_model(args):
+    if args.model != "deep":
+        return images.build_model(args)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(50)]
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), *layers, nn.Linear(8, 10))
+    net.register_forward_pre_hook(lambda net, inputs: (inputs[0] / 255,))
+    return net
+"""  # a task: noise, held in memory and augmented as CIFAR-10 is; deep takes the host alone
 
 # --------------------------------------------------------------------------------- in each process
 
@@ -96,6 +106,8 @@ def take_turns(
     device, steps = run.device, args.steps
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
 
+    fetch = batches.__next__
+
     def window(step: Callable[[], Any] | None = None) -> Generator[Any, None, float]:
         """Return the seconds of a step; of the script's if there is no `step`."""
         for i in range(SETTLE + steps):
@@ -105,7 +117,7 @@ def take_turns(
             if step:
                 step()
             else:
-                yield next(batches)  # comes back when the script wants the next one
+                yield fetch()  # comes back when the script wants the next one
         synchronize()
         return (time.perf_counter() - start) / steps
 
@@ -138,8 +150,40 @@ def take_turns(
             torch.cuda.set_sync_debug_mode("default")
         syncs = sum("called a synchronizing" in str(warning.message) for warning in seen)
         found["syncs"] = syncs / (SETTLE + steps)
+    if args.profile:
+        parts: dict[str, float] = {}
+        fetch = timed(fetch, "next batch", parts)
+        time_parts(importlib.import_module(f"train_{mode}"), run, parts)
+        began = time.perf_counter()
+        yield from window()
+        parts["all"] = time.perf_counter() - began
+        found["parts"] = {name: 1e3 * s / (SETTLE + steps) for name, s in parts.items()}
     result.write_text(json.dumps(found))
     raise Stopped(0, "")
+
+
+def timed(function: Callable, name: str, seconds: dict[str, float]) -> Callable:
+    """Return the function, which adds the host's time in it to `seconds`."""
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        result = function(*arguments, **options)
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+        return result
+
+    return wrapped
+
+
+def time_parts(script: Any, run: Run, seconds: dict[str, float]) -> None:
+    """Let each part of a step add to `seconds`: what is left of a step is mostly the forward."""
+    state, parts = run.state, [(torch.Tensor, "backward"), (script, "seed_rng")]
+    parts += [(state.scaler, name) for name in ("scale", "unscale_", "step", "update")]
+    parts += [(state.optimizer, "zero_grad"), (state.scheduler, "step")]
+    parts += [(state.average, "after_step"), (common, "clip_grad_norm")]
+    parts += [(run.meter, "add"), (run, "end_step")]
+    for owner, name in parts:
+        of = getattr(owner, "__name__", type(owner).__name__)
+        setattr(owner, name, timed(getattr(owner, name), f"{of}.{name}", seconds))
 
 
 def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], None]:
@@ -259,6 +303,12 @@ def report(result: dict[str, Any]) -> str:
         for n in (row["scaling"], row["peak_mib"], row["device_mib"], *sent, row["syncs"]):
             texts.append("–" if n is None else f"{n:.{0 if n >= 100 else 2}f}")
         lines.append(f"| {' | '.join(texts)} |")
+    for row in result["rows"]:
+        if "parts" in row:  # of rank 0
+            lines += ["", f"{row['workload']}, {row['mode']} {row['devices']}: host, ms a step", ""]
+            lines += ["| part | ms |", "|---|---|"]
+            slowest_first = sorted(row["parts"].items(), key=lambda part: -part[1])
+            lines += [f"| {name} | {ms:.3f} |" for name, ms in slowest_first]
     return "\n".join(lines)
 
 
@@ -280,7 +330,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def parse(argv: list[str] | None) -> Namespace:
     parser = Parser(prog="bench.py", description=__doc__.split("\n\n")[0])
     add, positive, device = parser.add_argument, number(int, 1), number(int, 1, 64)
-    default = "default: all; imagefolder only with --data-dir"
+    default = "default: all but deep; imagefolder only with --data-dir"
     add("--workloads", nargs="+", choices=WORKLOADS, help=f"networks and data ({default})")
     default = "default: all; with --peer: single and ddp"
     add("--modes", nargs="+", choices=MODES, help=f"scripts to measure ({default})")
@@ -301,6 +351,8 @@ def parse(argv: list[str] | None) -> Namespace:
     peer = f"compare with {', '.join(peers.PEERS)}, or any script: as whole programs"
     add("--peer", nargs="+", default=[], metavar="NAME|FILE.py", help=peer)
     add("--startup", action="store_true", help="with --peer: to the end of the first step alone")
+    host = "also print the host's time in each part of a step"
+    add("--profile", action="store_true", help=host)
     add("--json", type=Path, metavar="FILE.json", help="write all figures")
     add("--svg", type=Path, metavar="FILE.svg", help="write a picture of the ratios")
     args = parser.parse_args(argv)
@@ -319,7 +371,8 @@ def parse(argv: list[str] | None) -> Namespace:
         raise UsageError("--peer compares --modes single and ddp, and draws no --svg")
     if args.peer and (args.amp != "off" or args.channels_last):
         raise UsageError("--peer compares float32 in torch's own memory format")
-    every = [name for name in WORKLOADS if args.data_dir or name != "imagefolder"]
+    left_out = ("deep",) if args.data_dir else ("deep", "imagefolder")
+    every = [name for name in WORKLOADS if name not in left_out]
     args.workloads = args.workloads or every
     if "imagefolder" in args.workloads and not args.data_dir:
         wanted = "--data-dir, a directory with train/ and val/ (or test/)"

@@ -23,6 +23,9 @@ BITWISE = "test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one"
 BLAME = "test_end_of_a_run_is_told_by_the_rank_that_is_to_blame"
 CHANGED = "test_changed_option_that_would_change_the_run_is_refused_by_name"
 DIVERGED = "test_ten_skipped_steps_in_a_row_end_the_run"
+IN_A_ROW = "test_steps_in_a_row_count_at_the_lowest_scale_and_since_the_last_good_step"
+FIRST_STEP = "test_skipped_first_step_of_any_optimizer_leaves_no_trace"
+NO_TRACE = "test_skipped_step_leaves_no_trace_in_batchnorm"
 DURABLE = "test_files_of_a_save_are_on_the_disk_before_they_appear"
 EMPTY = "test_steps_without_any_weight_change_nothing_and_end_nothing[ddp-2]"
 EQUAL = "test_mode_equals_one_device"
@@ -59,8 +62,6 @@ mutant("weights: in single precision", "machinery/usertask", '(targets).to(getat
 mutant("weights: the log divides by samples", "machinery/usertask", 'return (losses, self._weights(targets)) if "loss_weights" in self.functions else losses',
        "return losses", "test_first_step_is_that_of_a_plain_program[tokens]")
 mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total == 0, torch.inf, total)", "total", EMPTY)
-mutant("weights: an empty step steps", "common", "self.non_finite.maximum(total.isinf().float())", "self.non_finite", EMPTY)
-mutant("weights: empty steps end the run", "common", "self.in_a_row + self.non_finite", "self.in_a_row + self.bad", EMPTY)
 mutant("meter: weights ignored", "common", "totals.get(name + WEIGHT, count)", "count", METER)
 mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate", stack)', "stack", TOKENS)
 mutant("to_device: objects stay", "common", 'lambda value: hasattr(value, "to")', "torch.is_tensor", "test_what_has_to_is_moved")
@@ -114,14 +115,22 @@ mutant("schedule: the final rate is forgotten", "common", "low = step_gamma if s
 mutant("clipping: limit ignored", "common", "if limit is not None:", "if False:", "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
 mutant("clipping: tensor by tensor", "common", "nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)",
        "[nn.utils.clip_grad_norm_(parameter, limit) for parameter in net.parameters()]", "test_clip_grad_norm_looks_at_the_whole_gradient[0.1]")
-mutant("scaler: norm before unscaling", "common", "norm = nn.utils.get_total_norm(", "norm = self.grad_scaler.get_scale() * nn.utils.get_total_norm(",
+mutant("scaler: norm before unscaling", "common", "norm = torch.linalg.vector_norm(", "norm = self.grad_scaler.get_scale() * torch.linalg.vector_norm(",
        "test_scaler_keeps_the_norm_of_the_true_gradient[1024.0]")
-mutant("scaler: only NaN is noticed", "common", "self.norm * 0 != 0", "self.norm.isnan()", f"{SKIP}[inf-off]")
+mutant("scaler: only NaN is noticed", "common", "self.norm < math.inf, True", "self.norm == self.norm, True", f"{SKIP}[inf-off]")
 mutant("scaler: scale of fp16 fixed", "common", 'enabled=amp == "fp16"', "enabled=False", f"{SKIP}[nan-fp16]")
 mutant("scaler: skipped steps not counted", "common", "self.skipped += self.bad", "pass", f"{SKIP}[nan-off]")
-mutant("scaler: in a row is never reset", "common", "(self.in_a_row + self.non_finite) * self.bad", "self.in_a_row + self.non_finite", DIVERGED)
+mutant("scaler: in a row is never reset", "common", "self.in_a_row, self.bad)", "self.in_a_row, self.one)", DIVERGED)
+mutant("scaler: steps that lower the scale count", "common", "(self.scale(self.one) <= 1)", "(self.scale(self.one) > 0)", f"{IN_A_ROW}[fp16]")
+mutant("scaler: a batch without weight makes a step", "common", "self.good &= counts", "pass", f"{IN_A_ROW}[off]")
+mutant("scaler: momentum is not made", "common", "state.setdefault(", "dict().setdefault(", f"{FIRST_STEP}[fused]")
+mutant("scaler: a group that is not fused makes the step", "common", 'if not group.get("fused", True) or', "if", f"{FIRST_STEP}[one group is not fused]")
+mutant("scaler: dampening begins with zero", "common", ' or group.get("dampening")', "", f"{FIRST_STEP}[dampening]")
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", "test_guard_of_a_fused_step_reads_nothing_and_computes_little")
-mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.bad > 0, kept", "torch.where(self.bad > 2, kept", "test_skipped_step_leaves_no_trace_in_batchnorm")
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.good, now, kept, out=kept)", "kept.copy_(now)", f"{NO_TRACE}[off-BatchNorm1d]")
+mutant("scaler: statistics that a forward assigns stay", "common", "append((module._buffers, name))", "append(({name: buffer}, name))", f"{NO_TRACE}[off-Assigns]")
+mutant("scaler: a call of torch for each gradient", "common", "torch.stack(torch._foreach_norm(gradients))", "torch.stack([gradient.norm() for gradient in gradients])",
+       "test_step_calls_torch_little_more_often_than_a_bare_one")
 mutant("scaler: steps in a row forgotten at resume", "common", 'self.in_a_row.fill_(state["in_a_row"])', "pass", f"{SKIP}[nan-off]")
 mutant("ema: another decay", "common", "(1 + n) / (10 + n)", "(1 + n) / (9 + n)", AVERAGES)
 mutant("ema: statistics not averaged", "common", "ids |= {id(norm.running_mean), id(norm.running_var)}", "pass", AVERAGES)
@@ -206,7 +215,7 @@ mutant("small image: a larger shift", "tasks/images", "size, size // 8)", "size,
        "test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored")
 mutant("image file: lower bits of sixteen", "tasks/images", 'if image.mode.startswith("I"):', "if False:",
        "test_upper_eight_of_sixteen_bits_of_grey_are_read")
-mutant("normalise: not divided", "tasks/images", "return ((images.to(dtype) - shift) / scale,)", "return (images.to(dtype) - shift,)",
+mutant("normalise: not divided", "tasks/images", "- model.pixel_mean) / model.pixel_std,)", "- model.pixel_mean),)",
        "test_network_sees_each_channel_normalised_in_its_precision")
 mutant("task: classes without names", "tasks/images", "sets[-1].classes = source.classes", "pass", "test_arrays_are_augmented_in_training_only")
 
