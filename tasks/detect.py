@@ -3,8 +3,7 @@
     bash run.sh ddp 4 --task detect --data-dir coco --image-size 416 --best AP
 
 --data-dir holds train2017/, val2017/ and annotations/instances_{train,val}2017.json. The package
-pycocotools reads the files and computes AP. Pictures have any number of boxes, so `collate` makes a
-list of them, which `dp` cannot cut.
+pycocotools reads the files and computes AP. `dp` cannot cut a list of boxes.
 
 The loss of a picture is divided by the boxes of that picture, never by those of the batch: a number
 per sample is what makes it the same on every number of devices.
@@ -39,25 +38,20 @@ def add_options(parser):
 
 
 class Boxes(torch.utils.data.Dataset):
-    """Pictures uint8 [3, side, side], and all boxes of the file, float32 [k, 6].
-
-    A box is its centre, width and height as shares of the side, 1 for a crowd, and its class.
-    """
+    """Pictures uint8 [3, side, side], and boxes [k, 6]: corners as shares, 1 for a crowd, class."""
 
     def __init__(self, folder, part, side, training):
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO(folder / "annotations" / f"instances_{part}.json")
-        categories = sorted(coco.cats)
-        self.classes = [coco.cats[number]["name"] for number in categories]
+        labels = {number: label for label, number in enumerate(sorted(coco.cats))}
+        self.classes = [coco.cats[number]["name"] for number in labels]
         self.samples, self.side, self.training = [], side, training
         for number in sorted(coco.imgs):
-            image = coco.imgs[number]
-            rows = []
-            for a in coco.imgToAnns[number]:
-                rows.append([*a["bbox"], a.get("iscrowd", 0), categories.index(a["category_id"])])
+            image, found = coco.imgs[number], coco.imgToAnns[number]
+            rows = [[*a["bbox"], a.get("iscrowd", 0), labels[a["category_id"]]] for a in found]
             boxes = torch.tensor(rows, dtype=torch.float32).view(-1, 6)
             size = torch.tensor([image["width"], image["height"]] * 2)
-            boxes[:, :4] = box_convert(boxes[:, :4], "xywh", "cxcywh") / size
+            boxes[:, :4] = box_convert(boxes[:, :4], "xywh", "xyxy") / size
             self.samples.append((str(folder / part / image["file_name"]), boxes))
 
     def __len__(self):
@@ -68,7 +62,7 @@ class Boxes(torch.utils.data.Dataset):
         image = v2.functional.resize(read_image(path), [self.side, self.side])
         if self.training and torch.rand(()) < 0.5:
             image, boxes = image.flip(-1), boxes.clone()
-            boxes[:, 0] = 1 - boxes[:, 0]
+            boxes[:, [0, 2]] = 1 - boxes[:, [2, 0]]
         return image, boxes
 
 
@@ -124,12 +118,13 @@ def per_sample_loss(outputs, targets):
     """Every box trains one anchor, that of the likeliest shape, in the cell of its centre."""
     rows = torch.cat([F.pad(boxes, (1, 0), value=i) for i, boxes in enumerate(targets)])
     picture, crowd, labels = rows[:, 0].long(), rows[:, 5], rows[:, 6].long()
-    boxes, anchors = rows[:, 1:5].to(outputs[0].dtype), ANCHORS.to(outputs[0])
-    corners = box_convert(boxes, "cxcywh", "xyxy")
+    corners, anchors = rows[:, 1:5].to(outputs[0].dtype), ANCHORS.to(outputs[0])
+    boxes = box_convert(corners, "xyxy", "cxcywh")
     smaller = torch.minimum(boxes[:, None, 2:], anchors).prod(-1)
     larger = boxes[:, None, 2:].prod(-1) + anchors.prod(-1) - smaller
     best = (smaller / larger).argmax(1)  # [boxes]: of nine anchors
-    losses = counts = boxes.new_zeros(len(targets))
+    counts = torch.stack([(boxes[:, 4] == 0).sum() for boxes in targets])
+    losses = boxes.new_zeros(len(targets))
     for s, output in enumerate(outputs):
         grid = output.shape[2]
         cells = (boxes[:, :2] * grid).long().clamp(0, grid - 1)
@@ -145,7 +140,6 @@ def per_sample_loss(outputs, targets):
         apart = generalized_box_iou_loss(found, corners)
         losses = losses.index_add(0, picture, weight * (2 * apart + classes))
         losses = losses + objects.flatten(1).sum(1)
-        counts = counts.index_add(0, picture, weight)
     return losses / counts.clamp(min=1)
 
 
@@ -170,15 +164,12 @@ def detect(outputs, min_score):
 
 
 def per_sample_metrics(outputs, targets, *, min_score):
-    found, wanted, hits = detect(outputs, min_score), [], []
-    for own, boxes in zip(found, targets):
-        corners = box_convert(boxes[:, :4], "cxcywh", "xyxy")
-        wanted.append(torch.cat([corners, boxes[:, 4:]], 1).cpu())
-        true = wanted[-1][wanted[-1][:, 4] == 0]  # no crowds
+    found, wanted, hits = detect(outputs, min_score), [boxes.cpu() for boxes in targets], []
+    for own, true in zip(found, wanted):
+        true = true[true[:, 4] == 0]  # no crowds
         same = (box_iou(true[:, :4], own[:, :4]) > 0.5) & (true[:, 5:] == own[:, 5])
         hits.append(same.any(1).double().mean() if len(true) else torch.tensor(1.0).double())
-    recall = torch.stack(hits).to(outputs[0].device)
-    return {"recall": recall, "found": found, "wanted": wanted}
+    return {"recall": torch.stack(hits).to(outputs[0]), "found": found, "wanted": wanted}
 
 
 def dataset_metrics(outputs):
@@ -191,7 +182,7 @@ def dataset_metrics(outputs):
             for box, (score, label) in zip(boxes.tolist(), rows[:, 4:].tolist()):
                 entry = {"id": len(entries) + 1, "image_id": i, "category_id": int(label)}
                 entry |= {"bbox": box, "area": box[2] * box[3], "score": score}
-                entries.append(entry | {"iscrowd": int(score)})  # of a found one COCO makes it 0
+                entries.append(entry | {"iscrowd": int(score)})  # COCO sets 0 for a found box
     if not true or not found:
         return {"AP": 0.0, "AP50": 0.0}
     with contextlib.redirect_stdout(io.StringIO()):
