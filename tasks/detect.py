@@ -3,7 +3,7 @@
     bash run.sh ddp 4 --task detect --data-dir coco --image-size 416 --best AP
 
 --data-dir holds train2017/, val2017/ and annotations/instances_{train,val}2017.json. The package
-pycocotools reads the files and computes AP.
+pycocotools reads the files and computes AP. `dp` cannot cut a list of boxes.
 
 The loss of a picture is divided by the boxes of that picture, never by those of the batch: a number
 per sample is what makes it the same on every number of devices.
@@ -24,7 +24,6 @@ from torchvision.transforms import v2
 
 from tasks.images import conv_bn, read_image
 
-MOST = 50  # boxes of a picture; the smallest are left out
 # Width and height of nine, as shares of the picture. Source: arXiv:1804.02767, for 416 pixels.
 SIDES = [10, 13, 16, 30, 33, 23, 30, 61, 62, 45, 59, 119, 116, 90, 156, 198, 373, 326]
 ANCHORS = torch.tensor(SIDES).view(9, 2) / 416
@@ -39,36 +38,37 @@ def add_options(parser):
 
 
 class Boxes(torch.utils.data.Dataset):
-    """Pictures uint8 [3, side, side], and boxes: centre, width, height as shares of the side."""
+    """Pictures uint8 [3, side, side], and boxes [k, 6]: corners as shares, 1 for a crowd, class."""
 
     def __init__(self, folder, part, side, training):
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO(folder / "annotations" / f"instances_{part}.json")
-        categories = sorted(coco.cats)
-        self.classes = [coco.cats[number]["name"] for number in categories]
+        labels = {number: label for label, number in enumerate(sorted(coco.cats))}
+        self.classes = [coco.cats[number]["name"] for number in labels]
         self.samples, self.side, self.training = [], side, training
         for number in sorted(coco.imgs):
-            image = coco.imgs[number]
-            found = [a for a in coco.imgToAnns[number] if not a.get("iscrowd") and a["area"] > 0]
-            found = sorted(found, key=lambda a: -a["area"])[:MOST]
+            image, found = coco.imgs[number], coco.imgToAnns[number]
+            rows = [[*a["bbox"], a.get("iscrowd", 0), labels[a["category_id"]]] for a in found]
+            boxes = torch.tensor(rows, dtype=torch.float32).view(-1, 6)
             size = torch.tensor([image["width"], image["height"]] * 2)
-            given = torch.tensor([a["bbox"] for a in found]).view(-1, 4)  # left, top, width, height
-            boxes, labels = torch.zeros(MOST, 4), torch.zeros(MOST, dtype=torch.long)
-            boxes[: len(found)] = box_convert(given, "xywh", "cxcywh") / size
-            labels[: len(found)] = torch.tensor([categories.index(a["category_id"]) for a in found])
-            path = str(folder / part / image["file_name"])
-            self.samples.append((path, boxes, labels, torch.arange(MOST) < len(found)))
+            boxes[:, :4] = box_convert(boxes[:, :4], "xywh", "xyxy") / size
+            self.samples.append((str(folder / part / image["file_name"]), boxes))
 
     def __len__(self):
         return len(self.samples)
 
     def __getitem__(self, index):
-        path, boxes, labels, present = self.samples[index]
+        path, boxes = self.samples[index]
         image = v2.functional.resize(read_image(path), [self.side, self.side])
         if self.training and torch.rand(()) < 0.5:
             image, boxes = image.flip(-1), boxes.clone()
-            boxes[:, 0] = 1 - boxes[:, 0]
-        return image, {"boxes": boxes, "labels": labels, "present": present}
+            boxes[:, [0, 2]] = 1 - boxes[:, [2, 0]]
+        return image, boxes
+
+
+def collate(samples):
+    images, boxes = zip(*samples)
+    return torch.stack(images), list(boxes)
 
 
 def build_datasets(args):
@@ -89,13 +89,14 @@ class Detector(nn.Module):
         self.heads = nn.ModuleList(nn.Conv2d(i, 3 * (5 + classes), 1) for i in sizes[3:])
 
     def forward(self, images):
-        features = images.to(self.heads[0].weight.dtype) / 255
-        outputs = []
+        dtype = self.heads[0].weight.dtype
+        features, outputs = images.to(dtype) / 255, []
         for i, stage in enumerate(self.stages):
             features = stage(features)
             if i >= 2:
                 maps = self.heads[i - 2](features)
-                outputs.append(maps.unflatten(1, (3, -1)).permute(0, 1, 3, 4, 2))
+                # bf16 of --amp would put a box into another cell.
+                outputs.append(maps.unflatten(1, (3, -1)).permute(0, 1, 3, 4, 2).to(dtype))
         return outputs
 
 
@@ -115,29 +116,31 @@ def boxes_of(values, cells, grid, anchors):
 
 def per_sample_loss(outputs, targets):
     """Every box trains one anchor, that of the likeliest shape, in the cell of its centre."""
-    dtype, device = outputs[0].dtype, outputs[0].device
-    anchors, boxes = ANCHORS.to(device, dtype), targets["boxes"].to(dtype)
-    corners = box_convert(boxes, "cxcywh", "xyxy")
-    smaller = torch.minimum(boxes[:, :, None, 2:], anchors).prod(-1)
-    larger = boxes[:, :, None, 2:].prod(-1) + anchors.prod(-1) - smaller
-    best = (smaller / larger).argmax(2)  # [n, MOST]: of nine anchors
-    picture = torch.arange(len(boxes), device=device)[:, None].expand_as(best)
-    losses = 0
+    rows = torch.cat([F.pad(boxes, (1, 0), value=i) for i, boxes in enumerate(targets)])
+    picture, crowd, labels = rows[:, 0].long(), rows[:, 5], rows[:, 6].long()
+    corners, anchors = rows[:, 1:5].to(outputs[0].dtype), ANCHORS.to(outputs[0])
+    boxes = box_convert(corners, "xyxy", "cxcywh")
+    smaller = torch.minimum(boxes[:, None, 2:], anchors).prod(-1)
+    larger = boxes[:, None, 2:].prod(-1) + anchors.prod(-1) - smaller
+    best = (smaller / larger).argmax(1)  # [boxes]: of nine anchors
+    counts = torch.stack([(boxes[:, 4] == 0).sum() for boxes in targets])
+    losses = boxes.new_zeros(len(targets))
     for s, output in enumerate(outputs):
         grid = output.shape[2]
-        cells = (boxes[..., :2] * grid).long().clamp(max=grid - 1)
-        place = (picture, best % 3, cells[..., 1], cells[..., 0])
-        weight = (targets["present"] & (best // 3 == s)).to(dtype)
-        chosen = output[place]  # [n, MOST, 5 + classes]
+        cells = (boxes[:, :2] * grid).long().clamp(0, grid - 1)
+        place = (picture, best % 3, cells[:, 1], cells[:, 0])
+        weight = ((crowd == 0) & (best // 3 == s)).to(boxes.dtype)
+        chosen = output[place]  # [boxes, 5 + classes]
         found = boxes_of(chosen, cells, grid, anchors[best])
-        classes = F.cross_entropy(chosen[..., 5:].mT, targets["labels"], reduction="none")
+        classes = F.cross_entropy(chosen[:, 5:], labels, reduction="none")
         wanted = torch.zeros_like(output[..., 4]).index_put(place, weight, accumulate=True)
         objects = F.binary_cross_entropy_with_logits(
             output[..., 4], wanted.clamp(max=1), reduction="none"
         )
         apart = generalized_box_iou_loss(found, corners)
-        losses = losses + (weight * (2 * apart + classes)).sum(1) + objects.flatten(1).sum(1)
-    return losses / targets["present"].sum(1).clamp(min=1)
+        losses = losses.index_add(0, picture, weight * (2 * apart + classes))
+        losses = losses + objects.flatten(1).sum(1)
+    return losses / counts.clamp(min=1)
 
 
 def detect(outputs, min_score):
@@ -161,27 +164,25 @@ def detect(outputs, min_score):
 
 
 def per_sample_metrics(outputs, targets, *, min_score):
-    found, hits = detect(outputs, min_score), []
-    boxes = box_convert(targets["boxes"], "cxcywh", "xyxy").cpu()
-    present, labels = targets["present"].cpu(), targets["labels"].cpu()
-    wanted = [torch.cat([b, c[:, None]], 1)[p] for b, c, p in zip(boxes, labels, present)]
+    found, wanted, hits = detect(outputs, min_score), [boxes.cpu() for boxes in targets], []
     for own, true in zip(found, wanted):
-        same = (box_iou(true[:, :4], own[:, :4]) > 0.5) & (true[:, 4:] == own[:, 5])
+        true = true[true[:, 4] == 0]  # no crowds
+        same = (box_iou(true[:, :4], own[:, :4]) > 0.5) & (true[:, 5:] == own[:, 5])
         hits.append(same.any(1).double().mean() if len(true) else torch.tensor(1.0).double())
-    return {"recall": torch.stack(hits), "found": found, "wanted": wanted}
+    return {"recall": torch.stack(hits).to(outputs[0]), "found": found, "wanted": wanted}
 
 
 def dataset_metrics(outputs):
-    """Return COCO's AP, the mean over IoU 0.5 to 0.95, and AP50."""
+    """Return COCO's AP, the mean over IoU 0.5 to 0.95, and AP50; COCO ignores crowds itself."""
     true, found = [], []
     for i, (wanted, own) in enumerate(zip(outputs["wanted"], outputs["found"])):
         for rows, entries in ((wanted, true), (own, found)):
             boxes = box_convert(rows[:, :4], "xyxy", "xywh") * 1000  # COCO knows no shares
-            # A true box has no score, and COCO reads none.
-            for box, (*_, score, label) in zip(boxes.tolist(), rows[:, 3:].tolist()):
+            # A found box has a score, a true one is a crowd or not.
+            for box, (score, label) in zip(boxes.tolist(), rows[:, 4:].tolist()):
                 entry = {"id": len(entries) + 1, "image_id": i, "category_id": int(label)}
-                entry |= {"bbox": box, "area": box[2] * box[3], "score": score, "iscrowd": 0}
-                entries.append(entry)
+                entry |= {"bbox": box, "area": box[2] * box[3], "score": score}
+                entries.append(entry | {"iscrowd": int(score)})  # COCO sets 0 for a found box
     if not true or not found:
         return {"AP": 0.0, "AP50": 0.0}
     with contextlib.redirect_stdout(io.StringIO()):

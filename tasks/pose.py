@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 
 from tasks.images import conv_bn, read_image
 
-JOINTS, MOST = 17, 30  # of a person; people of a picture, the largest ones
+JOINTS, MOST = 17, 30  # of a person; people that are found in a picture
 MARKS, MAPS = JOINTS + 1, 3 * JOINTS + 1  # joints and centre; with the ways from joints to centres
 SWAPPED = [0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15, 17]  # in a mirror
 
@@ -36,17 +36,18 @@ def add_options(parser):
 class Pictures(torch.utils.data.Dataset):
     """Pictures uint8 [3, side, side]; targets: maps, and what the file says of people.
 
-    `people` [MOST, 60]: joints and centre, each x, y, known; box; area; 1 a person, 2 a crowd.
+    `people` [..., 60]: joints and centre, each x, y, known; box; area; 1 a person, 2 a crowd. It is
+    padded to the largest number of people in a picture of the set, so that `dp` can cut a batch.
     """
 
     def __init__(self, folder, part, side, training):
         with contextlib.redirect_stdout(io.StringIO()):
             coco = COCO(folder / "annotations" / f"person_keypoints_{part}.json")
         self.samples, self.side, self.training = [], side, training
+        most = max(1, *map(len, coco.imgToAnns.values()))
         for number in sorted(coco.imgs):
-            image, people = coco.imgs[number], torch.zeros(MOST, 60).double()
-            found = sorted(coco.imgToAnns[number], key=lambda a: -a["area"])[:MOST]
-            for i, a in enumerate(found):
+            image, people = coco.imgs[number], torch.zeros(most, 60).double()
+            for i, a in enumerate(coco.imgToAnns[number]):
                 (x, y, w, h), known = a["bbox"], a["num_keypoints"]
                 row = [*a["keypoints"], x + w / 2, y + h / 2, known, x, y, w, h, a["area"]]
                 people[i] = torch.tensor([*row, 1 + a["iscrowd"]]).double()

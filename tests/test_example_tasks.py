@@ -3,17 +3,19 @@
 import contextlib
 import functools
 import io
+import json
 import os
 import signal
 
 import coco
 import pytest
 import torch
-from harness import ROOT, compare, make_args, train
+from harness import ROOT, check, compare, make_args, train
 from patches import call_in_task, without_speed
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+import common
 import machinery.usertask
 
 SIZES = {"detect": (24, 11), "pose": (16, 7)}
@@ -52,8 +54,12 @@ def test_example_is_the_same_on_many_devices(small, tmp_path):
 @pytest.mark.full
 def test_example_with_replicas_is_the_same_as_with_ranks(small, tmp_path):
     """nn.DataParallel cannot synchronise BatchNorm: compared with DDP, which need not either."""
-    _name, argv, _ = small
+    name, argv, _ = small
     argv = [argument for argument in argv if argument != "--sync-bn"]
+    if name == "detect":
+        with pytest.raises(common.UsageError, match=r"dp can only cut .* use ddp or spawn"):
+            check("dp", 2, *argv)
+        return
     argv[argv.index("--batch-size") + 1] = "8"  # nn.DataParallel cuts uneven pieces another way
     replicas = train("dp", 2, *argv, folder=tmp_path / "dp")
     assert replicas.code == 0, replicas.err
@@ -97,7 +103,7 @@ def test_network_learns_and_ap_decides_the_best_alike_in_every_mode(trained, tmp
     expected = max(lines, key=lambda line: line["AP"])
     assert 0.03 < expected["AP"] < expected["AP50"] < 1
     options = [*argv, "--eval-only", "--resume", str(result.folder / "best.pt")]
-    for mode, n in (("dp", 3), ("ddp", 4)):
+    for mode, n in (("spawn" if name == "detect" else "dp", 3), ("ddp", 4)):
         again = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")
         assert again.code == 0, again.err
         (line,) = again.eval_lines()
@@ -143,11 +149,7 @@ def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
         for i, number in enumerate(sorted(truth.imgs)):
             size = truth.imgs[number]["width"], truth.imgs[number]["height"]
             guesses += guesses_of(module, net, held_out[i][0], size, number, truth, args)
-        kept = [a for a in truth.dataset["annotations"] if not a["iscrowd"]]
-        assert len(kept) < len(truth.dataset["annotations"])
-        if name == "detect":  # which leaves crowds out
-            truth.dataset["annotations"] = kept
-            truth.createIndex()
+        assert any(a["iscrowd"] for a in truth.dataset["annotations"])
         scorer = COCOeval(truth, truth.loadRes(guesses), kind)
         scorer.evaluate()
         scorer.accumulate()
@@ -155,6 +157,43 @@ def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
     line = max(result.eval_lines(), key=lambda line: line["AP"])
     assert line["AP"] == pytest.approx(scorer.stats[0], rel=1e-6)
     assert line["AP50"] == pytest.approx(scorer.stats[1], rel=1e-6) and scorer.stats[1] > 0.2
+
+
+def test_truth_of_detect_is_the_file_s_own(tmp_path, monkeypatch):
+    """More boxes than a network could learn at once, and a crowd: what is found in it is no mistake."""
+    coco.make_boxes(tmp_path, 1, 1)
+    path = tmp_path / "annotations" / "instances_val2017.json"
+    content = json.loads(path.read_text())
+    corners = [(6 * (i % 10), 6 * (i // 10)) for i in range(60)]
+    content["annotations"] = [
+        {
+            "id": i + 1,
+            "image_id": 0,
+            "category_id": 3,
+            "bbox": [x, y, 5, 5],
+            "area": 25,
+            "iscrowd": 0,
+        }
+        for i, (x, y) in enumerate([*corners, (40, 40)])
+    ]
+    content["annotations"][-1] |= {"bbox": [40, 40, 20, 20], "iscrowd": 1, "area": 400}
+    path.write_text(json.dumps(content))
+    module = machinery.usertask.load_module(ROOT / "tasks" / "detect.py")
+    args = make_args("single", *command("detect", tmp_path), "--width", "4")
+    _images, boxes = module.collate([module.build_datasets(args)[1][0]])
+    boxes_in_shares = [(x, y, x + 5, y + 5, 0.9, 0) for x, y in [(44, 44), *corners[::-1]]]
+    found = torch.tensor(boxes_in_shares) / torch.tensor([64, 64, 64, 64, 1, 1])
+    monkeypatch.setattr(module, "detect", lambda outputs, min_score: [found])
+    metrics = module.per_sample_metrics([torch.zeros(1)], boxes, min_score=0.01)
+    assert metrics["recall"].tolist() == [1.0]
+    assert module.dataset_metrics(metrics) == {"AP": 1.0, "AP50": 1.0}
+
+
+def test_geometry_of_detect_is_exact_under_bf16(tmp_path):
+    module = machinery.usertask.load_module(ROOT / "tasks" / "detect.py")
+    with common.autocast(torch.device("cpu"), "bf16"):
+        outputs = module.Detector(2, 4)(torch.zeros(1, 3, 64, 64, dtype=torch.uint8))
+    assert {output.dtype for output in outputs} == {torch.float32}
 
 
 def test_pose_groups_joints_by_the_centre_they_point_to():

@@ -2,13 +2,12 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from harness import ROOT, make_args, train, walk
-from patches import without_speed
+from patches import checked, without_speed
 from short_runs import EVERYTHING
 
 import common
@@ -177,13 +176,6 @@ def test_what_may_change_at_resume_and_what_may_differ_between_nodes():
 
 
 # --------------------------------------------------------------------------- the check before a run
-
-
-def checked(rank):
-    """Let the script check, as it does outside of these tests."""
-    for mode in ("single", "dp", "ddp", "spawn", "fsdp"):
-        if script := sys.modules.get(f"train_{mode}"):
-            script.check_run = machinery.usertask.check_run
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])

@@ -1,0 +1,134 @@
+"""The programs of docs/recipes.md run, pass the check before a run, and are exact."""
+
+import functools
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pytest
+from harness import ROOT, deviation, run_processes, train
+from patches import checked
+
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
+OTHERS = {"swa", "follow"}  # no tasks
+SLOW = {"vectors", "segmentation", "drawn", "distill", "folds", "packed", "mixup"}
+OPTIONS = "--dtype float64 --epochs 2 --batch-size 7 --lr 0.1 --log-every 1 --keep-every 1"
+OPTIONS = (*OPTIONS.split(), "--workers", "0", "--warmup-epochs", "0", "--device", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, text in PROGRAMS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def write_tars(folder):
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 80), ("val", 20)):
+        with tarfile.open(folder / f"{part}.tar", "w") as tar:
+            for i in range(count):
+                np.save(file := io.BytesIO(), generator.normal(size=8))
+                member = tarfile.TarInfo(f"{i}.npy")
+                member.size = len(file.getvalue())
+                tar.addfile(member, io.BytesIO(file.getvalue()))
+
+
+def slow_or_not(name):
+    return pytest.param(name, marks=pytest.mark.full if name in SLOW else ())
+
+
+@pytest.mark.parametrize("name", [*map(slow_or_not, sorted(PROGRAMS.keys() - OTHERS))])
+def test_recipe_is_the_same_on_two_devices(name, folder):
+    """Those with `loss_weights` also with accumulation, which must change nothing."""
+    argv = ["--task", folder / f"{name}.py", *OPTIONS]
+    if name == "tars":
+        write_tars(folder)
+        argv += ["--tars", folder]
+    more = ["--accum-steps", "2"] if "def loss_weights" in PROGRAMS[name] else []
+    single = train("single", 1, *argv, folder=folder / "single", patch=checked)
+    assert single.code == 0, single.err
+    first, last = (single.checkpoint(f"epoch-000{i}.pt")["model"] for i in (1, 2))
+    assert distance(last, first) > 1e-3, "it learns"
+    ranks = train("ddp", 2, *argv, *more, folder=folder / "ddp", patch=checked)
+    assert ranks.code == 0, ranks.err
+    assert deviation(ranks.checkpoint()["model"], last) < 1e-10
+    for ours, wanted in zip(ranks.eval_lines(), single.eval_lines(), strict=True):
+        assert ours.pop("event") == wanted.pop("event") == "eval"
+        assert ours == pytest.approx(wanted, rel=1e-10)
+
+
+def distance(state, other):
+    """Of what is no counter."""
+    return max(
+        (value - other[name]).abs().max().item()
+        for name, value in state.items()
+        if value.is_floating_point()
+    )
+
+
+NORMED = "import vectors\nfrom vectors import *\ndef build_model(args):\n"
+NORMED += "    return nn.Sequential(nn.BatchNorm1d(8), vectors.build_model(args))\n"
+
+
+def run_program(folder, name):
+    os.chdir(folder)
+    sys.path[:0] = [str(folder), str(ROOT)]
+    runpy.run_path(f"{name}.py", run_name="__main__")
+
+
+def test_stochastic_weight_averaging(folder):
+    """At the low ends of a sawtooth, whose one tooth is the linear decay of the page."""
+    (folder / "normed.py").write_text(NORMED)
+    path = folder / "swa.py"
+    path.write_text(PROGRAMS["swa"].replace("vectors as task", "normed as task"))
+    argv = ["--task", folder / "normed.py", *OPTIONS, "--output-dir", folder / "runs/mine"]
+    decay = ["--schedule", "sawtooth", "--step-gamma", "0"]
+    run = train("single", 1, *argv, *decay, "--step-epochs", "1", folder=folder)
+    assert run.code == 0, run.err
+    rates = [line["lr"] for line in run.train_lines()]
+    assert rates[:11] == rates[11:] and rates[10] < 0.01, "two teeth"
+    assert np.diff(rates[:11]) == pytest.approx((rates[10] - rates[0]) / 10), "linear"
+    ((code, _, err),) = run_processes([functools.partial(run_program, folder, "swa")], folder)
+    assert code == 0, err
+    first, last, mean = (
+        run.checkpoint(f"{name}.pt") for name in ("epoch-0001", "epoch-0002", "swa")
+    )
+    weight = (first["model"]["1.0.weight"] + last["model"]["1.0.weight"]) / 2
+    assert mean["1.0.weight"].equal(weight) and distance(last["model"], first["model"]) > 1e-3
+    assert mean["0.num_batches_tracked"] == 12, "statistics of one epoch of batches of 7"
+    argv[-1] = folder / "evaluated"
+    argv += ["--eval-only", "--weights", folder / "runs/mine/swa.pt"]
+    assert train("single", 1, *argv, folder=folder).eval_lines()[0]["loss"] > 0
+
+
+@pytest.mark.full
+def test_cross_validation(folder):
+    ((code, _, err),) = run_processes([functools.partial(run_program, folder, "folds")], folder)
+    assert code == 0, err
+    assert len({path.read_text() for path in folder.glob("runs/*/metrics.jsonl")}) == 4
+
+
+def test_log_is_followed(folder):
+    """By a made-up wandb."""
+    (folder / "wandb.py").write_text(
+        "import json\ndef init(project): pass\n"
+        "def log(values, step): print(json.dumps([step, values]))\n"
+    )
+    lines = [
+        {"event": "train", "global_step": 3, "loss": 0.5, "lr": 0.1},
+        {"event": "eval", "global_step": 3, "loss": 0.25},
+    ]
+    log = "".join(json.dumps(line) + "\n" for line in lines)
+    command = [sys.executable, "follow.py"]
+    result = subprocess.run(command, cwd=folder, input=log, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert found == [[3, {"train/loss": 0.5, "train/lr": 0.1}], [3, {"eval/loss": 0.25}]]
