@@ -116,7 +116,7 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
             time.sleep(0.02)
             yield batch
 
-    settings = Namespace(steps=3, repeats=2)
+    settings = Namespace(steps=3, repeats=2, profile=False)
     with pytest.raises(machinery.process.Stopped):
         for _ in bench.take_turns(settings, "single", run, batches(), tmp_path / "found"):
             time.sleep(0.03)
