@@ -43,6 +43,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     words = "--workloads digitnet --modes single ddp fsdp --nproc 2 --device cpu --steps 3"
     argv = words.split()
     argv += ["--repeats", 3, "--json", tmp_path / "all.json", "--svg", tmp_path / "ratios.svg"]
+    argv += ["--profile"]
     finished = run_bench(*argv, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"tmp", "all.json", "ratios.svg"}
@@ -56,6 +57,8 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         assert row["script"] == pytest.approx(row["batch_size"] / median(script))
         assert 0.02 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"] < 50
         assert 100 < row["peak_mib"] < 10_000
+        parts = row["parts"]  # of the host, ms a step
+        assert parts["all"] > parts["Tensor.backward"] > 0 and parts["StepGuard.update"] > 0
     parameters = 4 * sum(p.numel() for p in task.DigitNet().parameters())
     assert single["bytes_formula"] == single["bytes_sent"] == 0
     assert ddp["bytes_formula"] == ddp["gradient_bytes"] == parameters
@@ -113,7 +116,7 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
             time.sleep(0.02)
             yield batch
 
-    settings = Namespace(steps=3, repeats=2)
+    settings = Namespace(steps=3, repeats=2, profile=False)
     with pytest.raises(machinery.process.Stopped):
         for _ in bench.take_turns(settings, "single", run, batches(), tmp_path / "found"):
             time.sleep(0.03)
