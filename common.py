@@ -756,10 +756,12 @@ class Meter:
         self.clear()
 
     def clear(self) -> None:
-        self.sums: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self.sums: Tensor | None = None  # of these names
         self.lists: dict[str, list[list]] = {}
         self.count = 0
 
+    @torch.no_grad()
     def add(self, **values: Tensor | tuple[Tensor, Tensor] | list) -> None:
         """Add one tensor [n] per name. Raises ValueError if the names or lengths differ.
 
@@ -769,9 +771,10 @@ class Meter:
         """
         for name in [name for name, value in values.items() if isinstance(value, tuple)]:
             values[name], values[name + WEIGHT] = values[name]
-        if self.sums:
+        if self.names:
             self._check_names(values)
         first = next(iter(values.values()))
+        rows = {}
         for name, value in values.items():
             if isinstance(value, list) and len(value) == len(first):
                 # A view would be sent to rank 0 with all of its memory.
@@ -783,7 +786,12 @@ class Meter:
                 found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else kind
                 found += f" of {len(value)}" if isinstance(value, list) else ""
                 raise ValueError(f"{name} must be one number per sample, shape [n], got {found}")
-            self.sums[name] = self.sums.get(name, 0) + value.detach().sum(dtype=self.dtype)
+            exact = value.is_floating_point() and value.device == self.device
+            rows[name] = value if exact else value.to(self.device, self.dtype)
+        self.names = self.names or [*rows]
+        # All at once: each call of torch takes the host some microseconds.
+        sums = torch.stack([rows[name] for name in self.names]).sum(1, dtype=self.dtype)
+        self.sums = sums if self.sums is None else self.sums + sums
         self.count += len(first)
 
     def mean(self, function: Callable[[dict[str, list]], dict[str, float]] | None = None) -> dict:
@@ -832,21 +840,25 @@ class Meter:
             sums = {name: [sum(of)] + [0.0] * (ranks - 1) for name, of in sums.items()}
         share = {name: of[get_rank()] for name, of in sums.items()}
         self.count = int(share.pop("count"))
-        tensor = {"device": self.device, "dtype": self.dtype}
-        self.sums = {name: torch.tensor(value, **tensor) for name, value in share.items()}
+        self.names = [*share]
+        sums = torch.tensor([*share.values()], device=self.device, dtype=self.dtype)
+        self.sums = sums if self.names else None
 
     def _check_names(self, names: Iterable[str]) -> None:
-        if only := ", ".join(sorted({*names} ^ {*self.sums, *self.lists})):
+        if only := ", ".join(sorted({*names} ^ {*self.names, *self.lists})):
             problem = "the metrics must have the same names for every batch"
             raise ValueError(f"{problem}; only some batches have {only}")
 
     def _sums(self) -> tuple[list[str], Tensor]:
-        names, lists = broadcast_object((list(self.sums), list(self.lists)))
-        if self.sums:  # a rank without a sample has seen no name
+        names, lists = broadcast_object((self.names, list(self.lists)))
+        sums = self.sums
+        if self.names:  # a rank without a sample has seen no name
             self._check_names([*names, *lists])
-        zero = torch.zeros((), device=self.device, dtype=self.dtype)
-        values = [self.sums.get(name, zero) for name in names]
-        return [*names, "count"], torch.stack([*values, zero + self.count])
+            sums = sums[[self.names.index(name) for name in names]]
+        else:
+            sums = torch.zeros(len(names), device=self.device, dtype=self.dtype)
+        count = torch.full((1,), self.count, device=self.device, dtype=self.dtype)
+        return [*names, "count"], torch.cat([sums, count])
 
 
 def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:

@@ -225,8 +225,8 @@ def build_loader(
     Its workers live as long as it does. They start here, before this process connects to other
     ranks: a fork copies the locks that other threads hold, but not the threads.
     """
-    if workers is None:
-        in_memory = getattr(dataset, "in_memory", False)
+    if workers is None:  # beside an accelerator this process has kernels to launch
+        in_memory = getattr(dataset, "in_memory", False) and device.type == "cpu"
         workers = 0 if in_memory else min(8, own_cores())
     options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
     if workers:

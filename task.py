@@ -5,8 +5,8 @@ tasks/ has others. The scripts know nothing of the problem, and a task nothing o
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
                                          number, or a nested tuple, list or dict of them; anything
-                                         else needs `collate`. A data set with `in_memory = True`
-                                         is loaded without workers
+                                         else needs `collate`. On a CPU a data set with
+                                         `in_memory = True` is loaded without workers
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. A keyword-only parameter gets
                                          the option of its name, here and in the metrics:
@@ -72,7 +72,7 @@ class Digits(Dataset):
     """
 
     whole_batches = True  # see __getitems__
-    in_memory = True  # loader workers would only copy
+    in_memory = True  # on a CPU loader workers would only copy
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
         self.images = F.pad(images, (shift,) * 4)

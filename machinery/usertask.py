@@ -331,8 +331,8 @@ def check_run(
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
         advice = "no checkpoint or average would have it; register it in __init__"
         raise UsageError(f"{where}: the forward of the model makes the buffer {made}; {advice}")
-    if args.best not in (None, *meter.sums) and not task.dataset_metrics:
-        known = ", ".join(meter.sums)
+    if args.best not in (None, *meter.names) and not task.dataset_metrics:
+        known = ", ".join(meter.names)
         raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
     if meter.lists and not task.dataset_metrics:
         advice = "without a function of this name in the task nobody uses them"

@@ -239,13 +239,13 @@ def print_calls_of_a_step(folder):
         runs.append(run)
 
     def profiled(log, loader):  # the loader aside
-        for i, batch in enumerate(watch(log, loader)):
+        for i, micro_batches in enumerate(watch(log, loader)):
             if i < 2:
-                yield batch
+                yield micro_batches
                 continue
             with torch.profiler.profile() as step:
-                yield batch
-            bare = bench.bare_step("single", runs[0], *batch)
+                yield micro_batches
+            bare = bench.bare_step("single", runs[0], *micro_batches[0])
             bare()  # makes the momentum
             with torch.profiler.profile() as shortest:
                 bare()
@@ -267,7 +267,7 @@ def test_step_calls_torch_little_more_often_than_a_bare_one(tmp_path):
     script, bare = json.loads(out.splitlines()[-1])
     added = Counter(script) - Counter(bare)
     assert len(bare) > 200, "or the profiler has seen nothing"
-    assert len(script) - len(bare) <= 33, added
+    assert len(script) - len(bare) <= 25, (len(script) - len(bare), added)
 
 
 class Count:

@@ -76,12 +76,11 @@ mutant("reduce_value: in place", "common", "value = value.detach().clone()", "va
        "test_reduce_value_sums_or_averages_over_the_ranks_out_of_place")
 mutant("meter: local means, not reduced", "common", "reduce_value(sums, average=False).tolist()", "sums.tolist()", METER)
 mutant("meter: ranks averaged", "common", "reduce_value(sums, average=False)", "reduce_value(sums)", METER)
-mutant("meter: a mean of means", "common", "value.detach().sum(dtype=self.dtype)\n        self.count += len(first)",
-       "value.detach().mean(dtype=self.dtype)\n        self.count += 1", METER)
+mutant("meter: a mean of means", "common", "for name in self.names]).sum(1", "for name in self.names]).mean(1", METER)
 mutant("meter: count lost at resume", "common", 'int(share.pop("count"))', 'share.pop("count") * 0', "test_sums_of_ranks_go_back_to_the_ranks")
 mutant("resume: sums of all ranks restored on every rank", "common", "of[get_rank()] for name, of in sums.items()", "sum(of) for name, of in sums.items()",
        f"{BITWISE}[ddp-2-9]")
-mutant("sync_buffers: no broadcast", "common", "dist.broadcast(buffer, src=0)", "pass", "test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation")
+mutant("sync_buffers: no broadcast", "common", "dist.broadcast(sent, src=0)", "pass", "test_pitfall_18_batchnorm_buffers_are_equal_in_evaluation")
 mutant("sync_buffers: weights not compared", "common", "zip(names, largest, smallest) if a != b", "[]", "test_pitfall_27_forward_past_the_wrapper_is_noticed")
 mutant("drift: of the first parameter only", "common", "for p in net.parameters()]\n    sums", "for p in list(net.parameters())[:1]]\n    sums",
        "test_drift_of_any_parameter_on_any_rank_is_named")
@@ -102,8 +101,6 @@ mutant("weights: NaN accepted", "common", "if bad:", "if False:", "test_weights_
 mutant("optimizer: --weight-decay of AdamW ignored", "common", "(momentum, 0.999), weight_decay=decay", "(momentum, 0.999)", OPTIMIZER)
 mutant("optimizer: --weight-decay of SGD ignored", "common", '"weight_decay": decay,', "", OPTIMIZER)
 mutant("optimizer: --nesterov ignored", "common", '"nesterov": nesterov,', "", OPTIMIZER)
-mutant("optimizer: momentum not initialised", "common", "for parameter in parameters if momentum else ():", "for parameter in ():",
-       "test_fused_sgd_whose_first_step_is_skipped_starts_from_zero_momentum")
 mutant("learning rate: always scaled", "common", "[rule]", '["linear"]', f"{SCALE_LR}[ddp-none-1]")
 mutant("learning rate: root of N not taken", "common", '"sqrt": math.sqrt(devices)', '"sqrt": devices', f"{SCALE_LR}[ddp-sqrt-2]")
 mutant("warm-up: off by one", "common", "factor * (step + 1) / start", "factor * step / start", "test_warmup_rises_linearly_to_the_peak")
@@ -182,10 +179,17 @@ mutant("augmentation: keys without the seed", "sampling", "KeyedDataset.key = sp
        "test_default_task_augments_by_the_seed_and_only_in_training")
 mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDataset.key, keys", "splitmix64(0, keys",
        "test_keyed_uniform_is_uniform_and_depends_on_everything")
+mutant("seeds: torch and numpy draw alike", "sampling", "np.random.seed(splitmix64(bits, 2) % 2**32)", "np.random.seed(bits % 2**32)", "test_generators_have_streams_of_their_own")
+mutant("balanced: repeats are augmented alike", "sampling", "order + length * times", "order", "test_sample_that_comes_again_is_augmented_anew")
+mutant("subset: repeats are augmented alike", "sampling", "draw = times if self.whole_batches else number", "draw = times", "test_sample_that_comes_again_is_augmented_anew")
+mutant("data: files that are open go to workers", "machinery/usertask", "self.args.workers, advice = 0,", "self.args.workers, advice = None,", "test_file_that_build_datasets_leaves_open_is_read_by_one_process")
+mutant("sync_buffers: views are sent as memory", "common", "buffer.contiguous().view(-1)", "buffer.view(-1)", "test_buffers_of_any_type_and_stride_are_sent")
+mutant("fsdp: marks of parameters are lost", "machinery/modes", "vars(parameter).update(marks[name])", "pass", "test_marks_on_parameters_stay_and_hooks_are_refused")
+mutant("schedule: sawtooth without its last step", "common", "% cycle + 1) / cycle", "% cycle) / cycle", "test_sawtooth_is_that_of_its_source")
 mutant("seed_rng: without the step", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(seed, micro_batch) %", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
 mutant("seed_rng: without the rank", "sampling", "% 2**63 + rank", "% 2**63", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
 mutant("seed_rng: without the seed", "sampling", "splitmix64(seed, step, micro_batch) %", "splitmix64(0, step, micro_batch) %", "test_what_a_forward_draws_depends_on_its_place_in_the_run")
-mutant("seeds: without random.seed(bits)", "sampling", "random.seed(bits)", "", f"{AUGMENTED}[3-1-0-per sample]")
+mutant("seeds: without random.seed(bits)", "sampling", "random.seed(splitmix64(bits, 1))", "", f"{AUGMENTED}[3-1-0-per sample]")
 mutant("seeds: without torch.default_generator.manual_seed(bits)", "sampling", "torch.default_generator.manual_seed(bits)", "", f"{AUGMENTED}[3-1-0-per sample]")
 mutant("data: --skip-corrupt ignored", "sampling", "if not self.skip_corrupt:", "if True:", "test_broken_sample_is_named_or_replaced_alike_everywhere")
 mutant("loader: workers started anew every epoch", "sampling", '{"persistent_workers": True,', "{", "test_pitfall_38_workers_stay_and_cores_are_divided")
@@ -287,7 +291,7 @@ MESH = "    mesh = mesh_of_ranks(device, args.shard_size)\n"
 mutant("fsdp: gradients not scaled", "train_fsdp", "losses.sum() * (dist.get_world_size() / total)", "losses.sum() / total", f"{SHARDED}[-3]")
 mutant("fsdp: every rank trains on the whole batch", "train_fsdp", "args.balanced, rank, world_size", "args.balanced", f"{SHARDED}[-3]")
 mutant("fsdp: the first micro-batch is synchronised", "train_fsdp", "gradient_sync(i == args.accum_steps - 1)", "gradient_sync(i == 0)", CLIPPED)
-mutant("fsdp: the norm of a shard", "common", "get_total_norm(p.grad for p in", "get_total_norm(getattr(p.grad, '_local_tensor', p.grad) for p in", CLIPPED)
+mutant("fsdp: the norm of a shard", "common", "gradients = [p.grad for p", "gradients = [getattr(p.grad, '_local_tensor', p.grad) for p", CLIPPED)
 mutant("fsdp: all ranks drop the same units", "train_fsdp", "state.global_step, i, dist.get_rank())", "state.global_step, i)", "test_ranks_of_shards_drop_other_units")
 mutant("fsdp: NaN is not skipped", "train_fsdp", STEP, "state.optimizer.step()", "test_nan_on_one_rank_is_skipped_by_all")
 mutant("fsdp: sharded after the optimizer", "train_fsdp", MESH,
@@ -469,11 +473,11 @@ mutant("check: an optimizer that leaves a parameter out", "machinery/usertask", 
        "test_optimizer_that_cannot_be_right_is_refused")
 mutant("check: set_epoch is not called and nobody says so", "machinery/usertask", 'if hasattr(train_set, "set_epoch"):', "if False:",
        f"{REFUSED}[single-1 --task TMP/data-told.py]")
-mutant("best: an unknown metric", "machinery/usertask", "if args.best not in (None, *meter.sums) and not task.dataset_metrics:", "if False:",
+mutant("best: an unknown metric", "machinery/usertask", "if args.best not in (None, *meter.names) and not task.dataset_metrics:", "if False:",
        "test_metric_that_the_task_does_not_have_is_refused")
 mutant("nodes: evaluation sets are not compared", "machinery/run", "[digest(keyed, [i]) for i in range(0, n, math.ceil(n / 8))]", '""',
        "test_ranks_that_mean_different_runs_are_told[order]")
-mutant("data: drawn without a seed", "machinery/usertask", "seed_generators(self.args.seed)", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
+mutant("data: drawn without a seed", "machinery/usertask", "seed_generators(splitmix64(self.args.seed, -4))", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
 mutant("model: initial weights without the seed", "machinery/usertask", "torch.manual_seed(args.seed)", "", "test_seed_decides_the_initial_weights")
 mutant("weights: ignored in a run", "machinery/usertask", 'load_weights(net, read_tensors(args.weights, "--weights"), option)', "pass",
        "test_weights_are_where_training_starts_in_every_mode[single-1]")
