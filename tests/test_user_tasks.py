@@ -268,6 +268,7 @@ def test_file_that_build_datasets_leaves_open_is_read_by_one_process(tmp_path):
     left = train("single", 1, *argv, "--output-dir", tmp_path / "left", folder=tmp_path)
     assert alone.err == "" and left.err.count("\n") == 1
     assert f"left {tmp_path / 'records'} open" in left.err and "--workers 0" in left.err
+    assert "loader workers per process: 0" in left.out
     losses = [line["loss"] for line in alone.train_lines()]
     assert losses == [line["loss"] for line in left.train_lines()]
 
