@@ -231,22 +231,6 @@ def sync_buffers(net: nn.Module) -> None:
         )
 
 
-class InReverse(nn.Module):
-    """Stand in for a network in one backward: its last parameter gets a gradient first."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net  # in a forward DDP broadcasts the buffers that it finds here
-        self.trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-
-    def forward(self) -> Tensor:
-        total = torch.zeros((), device=self.trained[0].device)
-        # The backward goes from the last addition to the first.
-        for parameter in self.trained:
-            total = total + parameter.sum() * 0
-        return total
-
-
 def settle_buckets(model: nn.Module) -> None:
     """Let DDP sort its gradient buckets now, so that a resumed run sorts them as a new run does.
 
@@ -254,12 +238,13 @@ def settle_buckets(model: nn.Module) -> None:
     over three or more ranks depends on the place of a gradient in its bucket. This backward gives
     every parameter a gradient of zero, the last parameter first. It does not run the network.
     """
-    net = model.module
-    model.module = InReverse(net)
-    try:
-        model().backward()
-    finally:
-        model.module = net
+    net, stand_in = model.module, nn.Module()
+    stand_in.net = net  # in a forward DDP broadcasts the buffers that it finds here
+    # The backward goes from the last addition to the first.
+    stand_in.forward = lambda: sum(p.sum() * 0 for p in net.parameters() if p.requires_grad)
+    model.module = stand_in
+    model().backward()
+    model.module = net
     model.zero_grad(set_to_none=True)
 
 
