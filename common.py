@@ -623,26 +623,18 @@ def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
 # ------------------------------------------------------------------------- average of the weights
 
 
-class NoAverage(nn.Module):
-    """Stand in for an average where none is wanted: a module without a state."""
-
-    n_averaged = 0
-
-    def after_step(self, net: nn.Module) -> None:
-        pass
-
-
 class WeightAverage(nn.Module):
     """An exponential average, over steps, of the parameters and of BatchNorm's statistics.
 
     The average is `module`, a network like `net`. All other buffers in it are copies: the mean of
-    an infinite mask would be NaN, and the mean of a large integer would be rounded.
+    an infinite mask would be NaN, and the mean of a large integer would be rounded. If it is not
+    `enabled`, it does nothing, and its state is empty.
     """
 
-    def __init__(self, net: nn.Module, decay: float) -> None:
+    def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
         super().__init__()
-        self.module, self.decay = copy.deepcopy(net), decay
-        self.n_averaged = 0  # steps so far
+        self.module, self.decay = copy.deepcopy(net) if enabled else nn.Module(), decay
+        self.n_averaged, self.enabled = 0, enabled  # steps so far
         ids = {id(p) for p in self.module.parameters() if p.is_floating_point()}
         for norm in batch_norms(self.module):
             ids |= {id(norm.running_mean), id(norm.running_var)}
@@ -654,6 +646,8 @@ class WeightAverage(nn.Module):
     @torch.no_grad()
     def after_step(self, net: nn.Module) -> None:
         """Move the average towards the weights of `net`; the first step copies them."""
+        if not self.enabled:
+            return
         n = self.n_averaged
         decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0  # small at first: it forgets fast
         share = 1 - decay  # of the new values
@@ -675,19 +669,15 @@ class WeightAverage(nn.Module):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averaged network, under its own names, and `n_averaged`."""
         state = self.module.state_dict()
-        state["n_averaged"] = self.n_averaged
+        if self.enabled:
+            state["n_averaged"] = self.n_averaged
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` has returned."""
         state = copy.copy(state)
-        self.n_averaged = int(state.pop("n_averaged"))
+        self.n_averaged = int(state.pop("n_averaged", 0))
         self.module.load_state_dict(state)
-
-
-def build_average(kind: str, net: nn.Module, decay: float) -> WeightAverage | NoAverage:
-    """Return the average for "none" or "ema"."""
-    return WeightAverage(net, decay) if kind == "ema" else NoAverage()
 
 
 # ----------------------------------------------------------------------------------------- meters
@@ -815,7 +805,7 @@ class State:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     scaler: StepGuard
-    average: WeightAverage | NoAverage
+    average: WeightAverage
     epoch: int = 0
     step: int = 0
     global_step: int = 0
