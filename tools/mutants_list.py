@@ -136,7 +136,6 @@ mutant("load: runs code in the file", "common", "weights_only=True)", "weights_o
 mutant("load: checksums not tested", "common", "damaged := file.testzip()", "damaged := None", "test_damaged_file_is_named_and_the_run_goes_on_from_another_one[flipped]")
 mutant("load: to the device that saved it", "common", 'map_location="cpu",', "", "test_pitfall_17_device_is_chosen_before_anything_else")
 mutant("load: format not looked at", "common", 'or checkpoint.get("format") != FORMAT', "", "test_checkpoint_of_another_format_is_refused")
-mutant("load: parts may be missing", "common", "if missing :=", 'if missing := "" and', "test_checkpoint_lacks_nothing")
 
 # sampling.py
 
