@@ -41,8 +41,6 @@ class UsageError(ValueError):
 
 # ------------------------------------------------------------------------------ ranks and devices
 
-DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
-
 
 def ranks_from_env() -> tuple[int, int, int]:
     """Return (rank, local rank, world size) from the variables that torchrun sets.
@@ -91,22 +89,11 @@ def set_up_device(
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
-        warn_of_cpu(name)
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
-
-
-def warn_of_cpu(name: str) -> None:
-    """Say so if --device auto has taken the CPU of a machine that has an accelerator's driver."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    driver = next((path for path in DRIVERS if os.path.exists(path)), None)
-    if name == "auto" and driver and not hidden:
-        found = f"torch {torch.__version__} finds no accelerator, but {driver} is there"
-        advice = "install the torch that fits it, or say --device cpu"
-        print0(f"warning: this run is on the CPU: {found}; {advice}", file=sys.stderr)
 
 
 def own_cores() -> int:
