@@ -143,7 +143,7 @@ class Task:
             if not isinstance(net, nn.Module) or not list(net.parameters()):
                 found = type(net).__name__
                 raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
-            check_tensors(net, where, args.parallel_mode, args.channels_last)
+            check_tensors(net, where, args.parallel_mode)
         with self.blame("get_extra_state of the model"):
             read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, Tensor)})
         own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
@@ -157,7 +157,8 @@ class Task:
                 load_weights(net, read_tensors(args.weights, "--weights"), option)
         freeze(net, args.freeze)
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
-        return net.to(memory_format=layout)
+        with blame("--channels-last"):
+            return net.to(memory_format=layout)
 
     def build_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the task's optimizer, or that of --optimizer."""
@@ -230,23 +231,17 @@ class Task:
             return found
 
 
-def check_tensors(net: nn.Module, where: str, mode: str, channels_last: bool) -> None:
+def check_tensors(net: nn.Module, where: str, mode: str) -> None:
     """Raise UsageError if the model has a tensor that a run cannot train, cut or load."""
     for name, module in net.named_modules():
         if mode in ("ddp", "spawn", "fsdp") and getattr(module, "sparse", False) is True:
             problem = f"{name} has sparse gradients, which {mode} cannot average"
             raise UsageError(f"{where}: {problem}; leave out sparse=True")
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
         if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
             raise UsageError(f"{where}: {name} is expanded and cannot be loaded; clone it")
-        if channels_last and tensor.dim() == 5:
-            raise UsageError(f"--channels-last needs 4 dimensions, {name} has 5; leave it out")
-        if mode == "fsdp" and isinstance(tensor, nn.Parameter) and not tensor.dim():
-            raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
 
 
 # They read the weights of their parts without calling them.

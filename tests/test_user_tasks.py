@@ -28,7 +28,7 @@ import train_ddp
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("lazy", "build_model: lazy.weight has no shape yet"),
+        ("lazy", "build_model: ValueError: Attempted to use an uninitialized parameter"),
         ("complex_buffer", "build_model: turn is complex"),
         (
             "last_lacks",
