@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib.util
 import math
@@ -275,13 +274,9 @@ def add_options_of_task(
     The second result has those with `may_change`, see task.py: they are FREE. The others are FIXED
     and EVALUATED.
     """
-    first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    first.add_argument("--task", type=task_file, default=TASK, nargs="?")
-    path = Path()
-    with contextlib.suppress(argparse.ArgumentError):  # the parser of the mode says so
-        path = Path(first.parse_known_args(argv)[0].task or TASK)
-    if path == Path():
-        return [], set()
+    first = Parser(allow_abbrev=False, add_help=False)
+    first.add_argument("--task", type=task_file, default=TASK)
+    path = Path(first.parse_known_args(argv)[0].task)
     check_file("--task", str(path))
     before = len(parser._actions)
     with blame(f"--task {path}: add_options", str(path)):
