@@ -295,9 +295,8 @@ def check_run(
     tensors = names_of_tensors(net, args.average)
     net.eval()
     _, (micro_batch, *_) = next(iter(train.batch_sampler))
-    meter = common.Meter(device)
-    check_samples(task, net, device, train.dataset, micro_batch, meter, "training")
     meter = common.Meter(device)  # raises if the metrics' names differ
+    check_samples(task, net, device, train.dataset, micro_batch, meter, "training")
     n, size = val.batch_sampler.length, val.batch_sampler.batch_size
     last = [*range(0, n, size)][-1]  # the last batch may be smaller
     for batch in [*range(min(n, size))], [*range(last, n)]:
@@ -312,10 +311,6 @@ def check_run(
     if args.best not in (None, *meter.sums) and not task.dataset_metrics:
         known = ", ".join(meter.sums)
         raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
-    if meter.lists and not task.dataset_metrics:
-        advice = "without a function of this name in the task nobody uses them"
-        lists = ", ".join(meter.lists)
-        raise UsageError(f"{where}: {lists}: lists are for dataset_metrics; {advice}")
 
 
 @torch.no_grad()
@@ -328,7 +323,7 @@ def check_samples(
     meter: common.Meter,
     kind: str,
 ) -> None:
-    """Fetch samples as a run does, and compute their losses and metrics."""
+    """Fetch samples as a run does, and compute their losses, and in evaluation their metrics."""
     args = task.args
     with task.blame(f"samples {indices[:2]} of the {kind} set") as where:
         if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
@@ -361,15 +356,11 @@ def check_samples(
                 raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
         with task.blame("loss_weights"):
             common.Meter(device).add(loss=task.weigh(losses, targets))
-        name = "train_metrics" if kind == "training" else "per_sample_metrics"
-        with task.blame(name) as where:
-            try:
-                metrics = getattr(task, name)(outputs, targets)
-            except Exception:
-                if kind == "training":
-                    return  # it is made for outputs of the training mode, which may be others
-                raise
-            if not (metrics or kind == "training") or RESERVED & metrics.keys():
+        if kind == "training":
+            return  # train_metrics is made for outputs of the training mode, which may be others
+        with task.blame("per_sample_metrics") as where:
+            metrics = task.per_sample_metrics(outputs, targets)
+            if not metrics or RESERVED & metrics.keys():
                 wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
                 raise UsageError(f"{where} must return {wanted}; got {metrics}")
             meter.add(loss=losses, **metrics)
