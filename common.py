@@ -15,8 +15,6 @@ import fnmatch
 import itertools
 import math
 import os
-import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -912,34 +910,23 @@ def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     """Write files that are always whole: after a crash, a kill or a full disk the old ones stay.
 
-    All files have the same content. They appear in the order of `paths`.
+    All files have the same content. Each is on the disk before the next one is begun.
     """
-    temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
-    handled = sys.exc_info()[1]  # an error that the caller is handling is no cause of ours
-    try:
-        for path, temporary in zip(paths, temporaries):
-            if path is paths[0]:
-                with open(temporary, "wb") as file:
-                    torch.save(checkpoint, file)
-            else:  # a copy is faster
-                shutil.copyfile(temporaries[0], temporary)
-            with open(temporary, "rb") as file:
+    for path in paths:
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
                 os.fsync(file.fileno())  # the data must be on the disk before a name points to it
-        for path, temporary in zip(paths, temporaries):
             os.replace(temporary, path)  # atomic within one file system
             directory = os.open(path.parent, os.O_RDONLY)
             os.fsync(directory)  # and the name too
             os.close(directory)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        # The first error of a chain is the cause: torch goes on after a refused write.
-        first: BaseException = error
-        while first.__context__ not in (None, handled):
-            first = first.__context__
-        reason = str(first if isinstance(first, OSError) else error).splitlines()[0]
-        problem = f"{path} could not be written (is the disk full?); the last good file stays"
-        raise OSError(f"{problem}: {reason}") from error
-    finally:
-        for temporary in temporaries:
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            problem = f"{path} could not be written (is the disk full?); the last good file stays"
+            raise OSError(f"{problem}: {error}") from error
+        finally:
             temporary.unlink(missing_ok=True)
 
 
