@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
     # module gathers its whole parameters. The optimizer comes later: it must hold the shards.
-    for network in [net, *average.children()]:  # the average too, if there is one
+    for network in [net, average.module] if average.enabled else [net]:
         shard(network, task.shard_modules(network), mesh)
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
