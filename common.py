@@ -15,8 +15,6 @@ import fnmatch
 import itertools
 import math
 import os
-import shutil
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -30,8 +28,6 @@ from torch.backends import cudnn
 
 MAX_SKIPPED_IN_A_ROW = 10
 FORMAT = 3  # of a checkpoint; a new number when an earlier one would be resumed wrongly
-KEYS = {"model", "optimizer", "scheduler", "scaler", "average", "log", "config", "samples"}
-KEYS |= {"classes", "epoch", "step", "global_step", "best"}
 
 
 class UsageError(ValueError):
@@ -42,8 +38,6 @@ class UsageError(ValueError):
 
 
 # ------------------------------------------------------------------------------ ranks and devices
-
-DRIVERS = ("/dev/nvidiactl", "/dev/kfd")  # of NVIDIA and of AMD
 
 
 def ranks_from_env() -> tuple[int, int, int]:
@@ -93,22 +87,11 @@ def set_up_device(
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
-        warn_of_cpu(name)
         return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device
     torch.accelerator.set_device_index(index)
     return torch.device(device_type, index)
-
-
-def warn_of_cpu(name: str) -> None:
-    """Say so if --device auto has taken the CPU of a machine that has an accelerator's driver."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    driver = next((path for path in DRIVERS if os.path.exists(path)), None)
-    if name == "auto" and driver and not hidden:
-        found = f"torch {torch.__version__} finds no accelerator, but {driver} is there"
-        advice = "install the torch that fits it, or say --device cpu"
-        print0(f"warning: this run is on the CPU: {found}; {advice}", file=sys.stderr)
 
 
 def own_cores() -> int:
@@ -234,22 +217,6 @@ def sync_buffers(net: nn.Module) -> None:
         )
 
 
-class InReverse(nn.Module):
-    """Stand in for a network in one backward: its last parameter gets a gradient first."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net  # in a forward DDP broadcasts the buffers that it finds here
-        self.trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-
-    def forward(self) -> Tensor:
-        total = torch.zeros((), device=self.trained[0].device)
-        # The backward goes from the last addition to the first.
-        for parameter in self.trained:
-            total = total + parameter.sum() * 0
-        return total
-
-
 def settle_buckets(model: nn.Module) -> None:
     """Let DDP sort its gradient buckets now, so that a resumed run sorts them as a new run does.
 
@@ -257,12 +224,13 @@ def settle_buckets(model: nn.Module) -> None:
     over three or more ranks depends on the place of a gradient in its bucket. This backward gives
     every parameter a gradient of zero, the last parameter first. It does not run the network.
     """
-    net = model.module
-    model.module = InReverse(net)
-    try:
-        model().backward()
-    finally:
-        model.module = net
+    net, stand_in = model.module, nn.Module()
+    stand_in.net = net  # in a forward DDP broadcasts the buffers that it finds here
+    # The backward goes from the last addition to the first.
+    stand_in.forward = lambda: sum(p.sum() * 0 for p in net.parameters() if p.requires_grad)
+    model.module = stand_in
+    model().backward()
+    model.module = net
     model.zero_grad(set_to_none=True)
 
 
@@ -674,26 +642,18 @@ def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
 # ------------------------------------------------------------------------- average of the weights
 
 
-class NoAverage(nn.Module):
-    """Stand in for an average where none is wanted: a module without a state."""
-
-    n_averaged = 0
-
-    def after_step(self, net: nn.Module) -> None:
-        pass
-
-
 class WeightAverage(nn.Module):
     """An exponential average, over steps, of the parameters and of BatchNorm's statistics.
 
     The average is `module`, a network like `net`. All other buffers in it are copies: the mean of
-    an infinite mask would be NaN, and the mean of a large integer would be rounded.
+    an infinite mask would be NaN, and the mean of a large integer would be rounded. If it is not
+    `enabled`, it does nothing, and its state is empty.
     """
 
-    def __init__(self, net: nn.Module, decay: float) -> None:
+    def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
         super().__init__()
-        self.module, self.decay = copy.deepcopy(net), decay
-        self.n_averaged = 0  # steps so far
+        self.module, self.decay = copy.deepcopy(net) if enabled else nn.Module(), decay
+        self.n_averaged, self.enabled = 0, enabled  # steps so far
         ids = {id(p) for p in self.module.parameters() if p.is_floating_point()}
         for norm in batch_norms(self.module):
             ids |= {id(norm.running_mean), id(norm.running_var)}
@@ -705,6 +665,8 @@ class WeightAverage(nn.Module):
     @torch.no_grad()
     def after_step(self, net: nn.Module) -> None:
         """Move the average towards the weights of `net`; the first step copies them."""
+        if not self.enabled:
+            return
         n = self.n_averaged
         decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0  # small at first: it forgets fast
         share = 1 - decay  # of the new values
@@ -726,19 +688,15 @@ class WeightAverage(nn.Module):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averaged network, under its own names, and `n_averaged`."""
         state = self.module.state_dict()
-        state["n_averaged"] = self.n_averaged
+        if self.enabled:
+            state["n_averaged"] = self.n_averaged
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` has returned."""
         state = copy.copy(state)
-        self.n_averaged = int(state.pop("n_averaged"))
+        self.n_averaged = int(state.pop("n_averaged", 0))
         self.module.load_state_dict(state)
-
-
-def build_average(kind: str, net: nn.Module, decay: float) -> WeightAverage | NoAverage:
-    """Return the average for "none" or "ema"."""
-    return WeightAverage(net, decay) if kind == "ema" else NoAverage()
 
 
 # ----------------------------------------------------------------------------------------- meters
@@ -878,7 +836,7 @@ class State:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     scaler: StepGuard
-    average: WeightAverage | NoAverage
+    average: WeightAverage
     epoch: int = 0
     step: int = 0
     global_step: int = 0
@@ -1000,34 +958,23 @@ def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     """Write files that are always whole: after a crash, a kill or a full disk the old ones stay.
 
-    All files have the same content. They appear in the order of `paths`.
+    All files have the same content. Each is on the disk before the next one is begun.
     """
-    temporaries = [path.with_name(f".{path.name}.tmp") for path in paths]
-    handled = sys.exc_info()[1]  # an error that the caller is handling is no cause of ours
-    try:
-        for path, temporary in zip(paths, temporaries):
-            if path is paths[0]:
-                with open(temporary, "wb") as file:
-                    torch.save(checkpoint, file)
-            else:  # a copy is faster
-                shutil.copyfile(temporaries[0], temporary)
-            with open(temporary, "rb") as file:
+    for path in paths:
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
                 os.fsync(file.fileno())  # the data must be on the disk before a name points to it
-        for path, temporary in zip(paths, temporaries):
             os.replace(temporary, path)  # atomic within one file system
             directory = os.open(path.parent, os.O_RDONLY)
             os.fsync(directory)  # and the name too
             os.close(directory)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        # The first error of a chain is the cause: torch goes on after a refused write.
-        first: BaseException = error
-        while first.__context__ not in (None, handled):
-            first = first.__context__
-        reason = str(first if isinstance(first, OSError) else error).splitlines()[0]
-        problem = f"{path} could not be written (is the disk full?); the last good file stays"
-        raise OSError(f"{problem}: {reason}") from error
-    finally:
-        for temporary in temporaries:
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            problem = f"{path} could not be written (is the disk full?); the last good file stays"
+            raise OSError(f"{problem}: {error}") from error
+        finally:
             temporary.unlink(missing_ok=True)
 
 
@@ -1036,6 +983,4 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = read_tensors(path, "--resume")
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
-    if missing := ", ".join(sorted(KEYS - checkpoint.keys())):
-        raise UsageError(f"--resume {path}: not a checkpoint of this program: {missing} missing")
     return checkpoint

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from common import UsageError, get_rank, get_world_size, own_cores
@@ -110,10 +109,7 @@ def class_numbers(dataset: Dataset) -> np.ndarray:
     Raises UsageError if the data set has no list with one number or text per sample.
     """
     try:
-        targets = dataset.targets
-        if not isinstance(targets, (Tensor, np.ndarray)):
-            targets = [t.item() if isinstance(t, Tensor) else t for t in targets]
-        targets = np.asarray(targets)
+        targets = np.asarray(dataset.targets)
         if targets.shape != (len(dataset),):
             raise ValueError(f"{list(targets.shape)} targets for {len(dataset)} samples")
         return np.unique(targets, return_inverse=True)[1]

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.build_average(args.average, net, args.ema_decay)
+    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks

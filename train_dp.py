@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
 
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.build_average(args.average, net, args.ema_decay)
+    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr, args.replicas)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)

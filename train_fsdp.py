@@ -86,12 +86,12 @@ def main(argv: list[str] | None = None) -> int:
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.build_average(args.average, net, args.ema_decay)
+    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
     # module gathers its whole parameters. The optimizer comes later: it must hold the shards.
-    for network in [net, *average.children()]:  # the average too, if there is one
+    for network in [net, average.module] if average.enabled else [net]:
         shard(network, task.shard_modules(network), mesh)
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)

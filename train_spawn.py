@@ -87,7 +87,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     group = {"rank": rank, "world_size": world_size, "timeout": timeout(args.timeout)}
     dist.init_process_group(common.backend(device), init_method, **group)
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.build_average(args.average, net, args.ema_decay)
+    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks

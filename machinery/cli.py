@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib.util
 import math
@@ -17,7 +16,7 @@ import torch
 
 from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_type
 from machinery.process import Stopped, attempt, follow_launcher, take_ranks_of_slurm
-from machinery.usertask import blame, load_module
+from machinery.usertask import blame, load_module, read_back
 
 # Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
 # An option without PER_NODE has one value on all nodes.
@@ -275,13 +274,9 @@ def add_options_of_task(
     The second result has those with `may_change`, see task.py: they are FREE. The others are FIXED
     and EVALUATED.
     """
-    first = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    first.add_argument("--task", type=task_file, default=TASK, nargs="?")
-    path = Path()
-    with contextlib.suppress(argparse.ArgumentError):  # the parser of the mode says so
-        path = Path(first.parse_known_args(argv)[0].task or TASK)
-    if path == Path():
-        return [], set()
+    first = Parser(allow_abbrev=False, add_help=False)
+    first.add_argument("--task", type=task_file, default=TASK)
+    path = Path(first.parse_known_args(argv)[0].task)
     check_file("--task", str(path))
     before = len(parser._actions)
     with blame(f"--task {path}: add_options", str(path)):
@@ -323,13 +318,6 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value: a number, a text, None, or a list of them."""
-    if isinstance(value, list):
-        return all(is_plain(item) for item in value)
-    return type(value) in (int, float, bool, str, type(None))
-
-
 def parse_args(
     mode: str, argv: list[str] | None = None, devices: int | None = None
 ) -> argparse.Namespace:
@@ -343,11 +331,9 @@ def parse_args(
     args = parser.parse_args(argv)
     args.parallel_mode, args.task_options, args.free_task_options = mode, task_options, free
     for name in task_options:
-        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        problem = f"its value {value!r} cannot be stored in a checkpoint"
-        advice = "parse a number, a text or a list of them, and convert it in build_datasets"
-        if not is_plain(value):
-            raise UsageError(f"--task {args.task}: {option}: {problem}; {advice}")
+        option = f"--{name.replace('_', '-')}"
+        with blame(f"--task {args.task}: {option} must be a number, a text or a list of them"):
+            read_back(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)
     check_devices(args, mode, devices)

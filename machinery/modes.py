@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from common import UsageError, autocast, batch_norms, reduce_value, to_device, tree_map
+from common import UsageError, autocast, batch_norms, gather_samples, to_device, tree_map
 from machinery.usertask import Task
 from sampling import seed_generators
 
@@ -92,25 +92,10 @@ def data_parallel(module: nn.Module, replicas: int, device: torch.device) -> nn.
 # ------------------------------------------------------------------------------- BatchNorm on a CPU
 
 
-class AllReduceSum(torch.autograd.Function):
-    """Sum over all ranks, and sum the gradient too: each rank's loss depends on each rank's input.
-
-    torch's own differentiable all-reduce is deprecated, and its successor is private.
-    """
-
-    @staticmethod
-    def forward(context: Any, value: Tensor) -> Tensor:
-        return reduce_value(value, average=False)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return reduce_value(gradient, average=False)
-
-
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """`nn.SyncBatchNorm` for CPU tensors: statistics over a micro-batch of all ranks, [n, C, ...].
 
-    n may differ between ranks. Source: Ioffe and Szegedy, arXiv:1502.03167, over all ranks.
+    n may differ between ranks. Each rank normalises the samples of all, and keeps its own.
     """
 
     def _check_input_dim(self, value: Tensor) -> None:
@@ -118,32 +103,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {value.dim()}")
 
     def forward(self, value: Tensor) -> Tensor:
-        self._check_input_dim(value)
-        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
+        if not self.training:
             return super().forward(value)
-        dims = [0, *range(2, value.dim())]
-        shape = [1, -1] + [1] * (value.dim() - 2)
-        given = value.dtype
-        value = value.to(torch.promote_types(given, torch.float32))  # sums overflow in half
-        count = torch.full((1,), value.numel() / value.shape[1], dtype=value.dtype)
-        total = AllReduceSum.apply(torch.cat([value.sum(dims), count]))
-        mean, n = total[:-1] / total[-1], total[-1].item()
-        centred = value - mean.view(shape)
-        variance = AllReduceSum.apply(centred.square().sum(dims)) / n
-        if self.track_running_stats:
-            self._track(mean.detach(), variance.detach() * (n / (n - 1)))  # unbiased
-        normalised = centred * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
-        return normalised.to(given)
-
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        self.num_batches_tracked += 1
-        factor = self.momentum
-        if factor is None:
-            factor = 1 / self.num_batches_tracked.item()
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
+        with torch.enable_grad():  # without it, as in a momentum encoder, nothing is gathered
+            everything, first = gather_samples(value)
+        return super().forward(everything)[first : first + len(value)]
 
 
 def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:

@@ -154,7 +154,7 @@ class Task:
             if not isinstance(net, nn.Module) or not list(net.parameters()):
                 found = type(net).__name__
                 raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
-            check_tensors(net, where, args.parallel_mode, args.channels_last)
+            check_tensors(net, where, args.parallel_mode)
         with self.blame("get_extra_state of the model"):
             read_back({n: v for n, v in net.state_dict().items() if not isinstance(v, Tensor)})
         own = {type(norm) for norm in common.batch_norms(net)} - set(BATCH_NORMS)
@@ -168,7 +168,8 @@ class Task:
                 load_weights(net, read_tensors(args.weights, "--weights"), option)
         freeze(net, args.freeze)
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
-        return net.to(memory_format=layout)
+        with blame("--channels-last"):
+            return net.to(memory_format=layout)
 
     def build_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the task's optimizer, or that of --optimizer."""
@@ -247,23 +248,17 @@ def open_files() -> set[str]:
     return {os.path.realpath(link) for link in links if os.path.isfile(link)}
 
 
-def check_tensors(net: nn.Module, where: str, mode: str, channels_last: bool) -> None:
+def check_tensors(net: nn.Module, where: str, mode: str) -> None:
     """Raise UsageError if the model has a tensor that a run cannot train, cut or load."""
     for name, module in net.named_modules():
         if getattr(module, "sparse", False) is True:  # DDP would give its neighbours wrong ones
             problem = f"{name} has sparse gradients, which ranks cannot average"
             raise UsageError(f"{where}: {problem}; leave out sparse=True")
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise UsageError(f"{where}: {name} has no shape yet; run a batch first")
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
         if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
             raise UsageError(f"{where}: {name} is expanded and cannot be loaded; clone it")
-        if channels_last and tensor.dim() == 5:
-            raise UsageError(f"--channels-last needs 4 dimensions, {name} has 5; leave it out")
-        if mode == "fsdp" and isinstance(tensor, nn.Parameter) and not tensor.dim():
-            raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
 
 
 # They read the weights of their parts without calling them.
@@ -317,9 +312,8 @@ def check_run(
     tensors = names_of_tensors(net, args.average)
     net.eval()
     _, (micro_batch, *_) = next(iter(train.batch_sampler))
-    meter = common.Meter(device)
-    check_samples(task, net, device, train.dataset, micro_batch, meter, "training")
     meter = common.Meter(device)  # raises if the metrics' names differ
+    check_samples(task, net, device, train.dataset, micro_batch, meter, "training")
     n, size = val.batch_sampler.length, val.batch_sampler.batch_size
     last = [*range(0, n, size)][-1]  # the last batch may be smaller
     for batch in [*range(min(n, size))], [*range(last, n)]:
@@ -334,10 +328,6 @@ def check_run(
     if args.best not in (None, *meter.names) and not task.dataset_metrics:
         known = ", ".join(meter.names)
         raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
-    if meter.lists and not task.dataset_metrics:
-        advice = "without a function of this name in the task nobody uses them"
-        lists = ", ".join(meter.lists)
-        raise UsageError(f"{where}: {lists}: lists are for dataset_metrics; {advice}")
 
 
 @torch.no_grad()
@@ -350,7 +340,7 @@ def check_samples(
     meter: common.Meter,
     kind: str,
 ) -> None:
-    """Fetch samples as a run does, and compute their losses and metrics."""
+    """Fetch samples as a run does, and compute their losses, and in evaluation their metrics."""
     args = task.args
     with task.blame(f"samples {indices[:2]} of the {kind} set") as where:
         if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
@@ -383,15 +373,11 @@ def check_samples(
                 raise UsageError(f"{where}: {len(losses)} numbers for {len(indices)} samples")
         with task.blame("loss_weights"):
             common.Meter(device).add(loss=task.weigh(losses, targets))
-        name = "train_metrics" if kind == "training" else "per_sample_metrics"
-        with task.blame(name) as where:
-            try:
-                metrics = getattr(task, name)(outputs, targets)
-            except Exception:
-                if kind == "training":
-                    return  # it is made for outputs of the training mode, which may be others
-                raise
-            if not (metrics or kind == "training") or RESERVED & metrics.keys():
+        if kind == "training":
+            return  # train_metrics is made for outputs of the training mode, which may be others
+        with task.blame("per_sample_metrics") as where:
+            metrics = task.per_sample_metrics(outputs, targets)
+            if not metrics or RESERVED & metrics.keys():
                 wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
                 raise UsageError(f"{where} must return {wanted}; got {metrics}")
             meter.add(loss=losses, **metrics)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import fcntl
 import os
 from argparse import Namespace
@@ -76,8 +75,6 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     dataset, size = f"--dataset {args.dataset}", args.image_size
     if size is not None and size < 8:
         raise UsageError(f"--image-size {size}: must be a whole number, at least 8")
-    if not 0 <= args.label_smoothing <= 1:
-        raise UsageError(f"--label-smoothing {args.label_smoothing}: must be from 0 to 1")
     if size and args.dataset not in ("imagefolder", "synthetic"):
         fixed = f"{dataset}, whose images have a side of {DATASETS[args.dataset][1]}"
         raise UsageError(f"--image-size {size} has no effect on {fixed}; leave it out")
@@ -303,13 +300,6 @@ def build_model(args: Namespace) -> nn.Module:
 
 
 def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module:
-    known = models.list_models(module=models)
-    if args.model not in known:
-        fitting = ["resnet9", *(known if channels == 3 else ())]
-        close = difflib.get_close_matches(args.model.lower(), fitting, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        problem = "unknown; use resnet9 or a classification model of torchvision"
-        raise UsageError(f"--model {args.model}: {problem}, as resnet18{hint}")
     if channels != 3:
         problem = f"takes 3 channels, --dataset {args.dataset} has {channels}"
         raise UsageError(f"--model {args.model} {problem}; use resnet9")
@@ -320,9 +310,7 @@ def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module
     model = models.get_model(args.model, weights=None, num_classes=classes, **options)
     if args.pretrained:
         weights = models.get_model_weights(args.model).DEFAULT
-        with file_lock(torch.hub.get_dir()):
-            found = weights.get_state_dict(check_hash=True)
-        load_weights(model, found, "--pretrained")
+        load_weights(model, weights.get_state_dict(check_hash=True), "--pretrained")
     return model
 
 

@@ -433,7 +433,7 @@ def guard_of(args: Namespace, device: torch.device, net: torch.nn.Module):
 
 
 def average_of(args: Namespace, net: torch.nn.Module):
-    return common.build_average(args.average, net, args.ema_decay)
+    return common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
 
 
 def check(mode: str, n: int, *argv: str) -> None:

@@ -14,7 +14,6 @@ from patches import BASE
 from runs import Batches, Clock, end, end_epoch, make_run, make_step, start_epoch
 from short_runs import SMALL
 
-import common
 import machinery.run
 import machinery.usertask
 
@@ -207,35 +206,6 @@ def test_header_says_what_runs_where(mode, n, devices, share, tmp_path):
         f"203 training samples: 3 steps per epoch; a step: 62 samples, "
         f"2 x up to {share} samples on each device"
     )
-
-
-@pytest.mark.parametrize(
-    ("driver", "device", "hidden", "warned"),
-    [
-        (True, "auto", None, True),
-        (True, "cpu", None, False),
-        (True, "auto", "", False),
-        (True, "auto", "-1", False),
-        (False, "auto", None, False),
-    ],
-)
-def test_cpu_is_said_where_an_accelerator_has_a_driver(
-    driver, device, hidden, warned, tmp_path, capsys, monkeypatch
-):
-    file = tmp_path / "nvidiactl"
-    file.touch() if driver else None
-    monkeypatch.setattr(common, "DRIVERS", (str(tmp_path / "kfd"), str(file)))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if hidden is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    common.set_up_device(device)
-    found = capsys.readouterr().err
-    assert ("warning: this run is on the CPU" in found and str(file) in found) == warned
-    assert warned or not found
-    monkeypatch.setenv("RANK", "1")
-    common.set_up_device(device)
-    assert not capsys.readouterr().err, "one rank says it"
 
 
 def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock, tmp_path):

@@ -110,15 +110,6 @@ class Parameters(nn.Module):
         return self.layer(value.unsqueeze(1)).squeeze(1)
 
 
-class Scalar(Layer):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def factor(self, value):
-        return self.scale
-
-
 class Cached(Layer):
     """It makes a buffer in its first forward."""
 
@@ -170,7 +161,6 @@ KINDS = {
     "silent": Silent,
     "norm": lambda: OwnNorm(32),
     "parameters": Parameters,
-    "scalar": Scalar,
 }
 
 
