@@ -30,7 +30,7 @@ shift
 
 in_here() { (cd -- "$here" && "$python" "$@"); } # Python looks for modules in the current folder first, which may be anyone's
 
-has_requirements() { # asks the metadata of the installed packages: importing them would take seconds. Says what is `missing`
+has_requirements() { # asks the metadata of the installed packages: importing them would take seconds. Says what is missing
   missing=$(
     in_here - "${needed[@]}" <<'PYTHON' 2>/dev/null
 import importlib.metadata, re, sys
