@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import copy
 import dataclasses
+import errno
 import fnmatch
 import itertools
 import math
@@ -115,7 +116,7 @@ def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
     # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
+    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE") or cores) // processes))
 
 
 def backend(device: torch.device) -> str:
@@ -159,11 +160,11 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     return value
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's `value` on every rank."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
@@ -778,7 +779,7 @@ class State:
     epoch: int = 0
     step: int = 0
     global_step: int = 0
-    best: float | None = None
+    best: tuple[float, int] | None = None  # score and epoch, which counts from 1
 
     def checkpoint(self) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.
@@ -911,9 +912,7 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
                 os.fsync(file.fileno())  # the data must be on the disk before a name points to it
         for path, temporary in zip(paths, temporaries):
             os.replace(temporary, path)  # atomic within one file system
-            directory = os.open(path.parent, os.O_RDONLY)
-            os.fsync(directory)  # and the name too
-            os.close(directory)
+            sync_names(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         # The first error of a chain is the cause: torch goes on after a refused write.
         first: BaseException = error
@@ -925,6 +924,19 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     finally:
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)
+
+
+def sync_names(folder: Path) -> None:
+    """Put the names in a directory on the disk, where its file system can do that."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        warnings.warn(f"{folder}: {error}; a power failure may lose a save", stacklevel=2)
+    finally:
+        os.close(directory)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
