@@ -946,4 +946,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
     if missing := ", ".join(sorted(KEYS - checkpoint.keys())):
         raise UsageError(f"--resume {path}: not a checkpoint of this program: {missing} missing")
+    position = [checkpoint[name] for name in ("epoch", "step", "global_step")]
+    if not all(type(number) is int and number >= 0 for number in position):
+        raise UsageError(f"--resume {path}: epoch, step and global step {position} are no position")
     return checkpoint

@@ -86,6 +86,7 @@ CHECKPOINTS = {
         WHOLE | {"model": {"conv9.weight": torch.zeros(1)}},
         "does not fit the model or the optimizer: ",
     ),
+    "position.pt": (WHOLE | {"step": -3}, "epoch, step and global step [0, -3, 0] are no position"),
 }
 # mode and N, options, what the one line must say; TMP stands for a folder with FILES in it and a finished run in TMP/run
 CASES = r"""
@@ -93,6 +94,7 @@ single 1 | --batch-size 0 | --batch-size: must be a whole number, at least 1, go
 single 1 | --batch-size 1438 | --batch-size 1438 is larger than the training set (1437 samples)
 single 1 | --accum-steps 65 | --batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65
 ddp 65 |  | --batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65
+dp 2 | --replicas 3 | --replicas 3: N, or another --replicas, is 2
 spawn 0 |  | --nproc: must be a whole number, at least 1, got 0
 single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such file
 single 1 | --resume TMP | --resume TMP: is a directory; name a file in it

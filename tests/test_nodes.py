@@ -295,7 +295,9 @@ def test_several_nodes_are_checked_before_anything_is_started(
 def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
     """As Debian's /etc/hosts has it for the host's own name: the first node would listen where no other node comes."""
     hosts = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, port: [(0, 0, 0, "", (hosts[host], 0))])
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (hosts[host], 0))]
+    )
     for name in ("localhost", "127.0.0.1"):
         machinery.process.check_address("--dist-url X", name, 29500, 1, 2)
     machinery.process.check_address(
