@@ -106,6 +106,17 @@ def test_two_hosts_are_one_device(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.netns
+def test_hosts_may_have_ipv6_alone(tmp_path):
+    """And names that lead to the loopback, so that gloo by itself would listen there."""
+    with two_hosts(own_names=False, addresses=("fd00::1", "fd00::2")) as hosts:
+        commands = [spawn("[fd00::1]", rank) for rank in range(2)]
+        with job(hosts, tmp_path, commands, *BASE) as nodes:
+            assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
+    assert_is_that_of_one_device(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.netns
 def test_lost_node_ends_the_job_which_goes_on_later(tmp_path):
     """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
     with two_hosts(own_names=False) as hosts:
