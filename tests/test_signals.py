@@ -4,6 +4,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -58,6 +59,9 @@ def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, numb
     with Launch(LAUNCHES[mode], tmp_path, "--workers", str(workers), **LEFT_OVER) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
         assert_only_this_machine_can_reach(launch)
+        if mode == "ddp":  # docs/hang.md
+            known = [re.search(r"\0RANK=(\d)\0", read(pid, "environ"))[1] for pid in launch.ranks()]
+            assert known == ["0", "1"]
         launch.process.send_signal(number)
         assert launch.end() == CODES[number], launch.errors()
         saved = launch.checkpoint()
@@ -281,6 +285,21 @@ def hang_up(rank):
 def test_signal_that_nohup_ignores_stays_ignored(tmp_path):
     result = train("ddp", 2, *BASE, folder=tmp_path, patch=hang_up)
     assert result.code == 0 and result.checkpoint()["global_step"] == 18, result.err
+
+
+@pytest.mark.full
+def test_run_whose_terminal_is_closed_is_saved(tmp_path):
+    """Then nothing can be printed, and the loader workers get the signal too."""
+    options = [*OPTIONS, "--workers", "1", "--output-dir", str(tmp_path / "run")]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "train_single.py"), *options])
+    shown = b""
+    while b"epoch 2/" not in shown:
+        shown += os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 6
 
 
 FIRST = """
