@@ -17,13 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_type
-from machinery.process import (
-    Stopped,
-    attempt,
-    follow_launcher,
-    forget_launcher,
-    take_ranks_of_slurm,
-)
+from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import blame, load_module
 
 # Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
@@ -121,13 +115,8 @@ TASKS = {path.stem: path for path in sorted((ROOT / "tasks").glob("*.py"))}
 
 
 def path(text: str) -> str:
-    """Return the absolute path: a task may change the current directory later."""
-    return filled(text) and os.path.abspath(text)
-
-
-def checkpoint(text: str) -> str:
-    """Return "auto", or the absolute path of a checkpoint."""
-    return text if text == "auto" else path(text)
+    """Return the absolute path, but "auto": a task may change the current directory later."""
+    return text if filled(text) == "auto" else os.path.abspath(text)
 
 
 def task_file(name: str) -> str:
@@ -149,9 +138,9 @@ option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set"
 option("--batch-size", positive, "N", 64, FIXED, "samples per optimizer step, over all devices")
 option("--lr", amount, "X", 0.1, FIXED, "peak learning rate")
 option("--amp", ["off", "bf16", "fp16"], None, "off", FIXED, "automatic mixed precision")
-option("--output-dir", path, "DIR", None, FREE,
+option("--output-dir", filled, "DIR", None, FREE,
        "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
-option("--resume", checkpoint, "auto|FILE", None, FREE,
+option("--resume", path, "auto|FILE", None, FREE,
        "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
 
 group("data")
@@ -472,12 +461,13 @@ def check_files(args: argparse.Namespace) -> None:
     if args.resume == "auto" and not args.output_dir:
         needed = "--output-dir, the directory whose last.pt it looks for"
         raise UsageError(f"--resume auto needs {needed}")
-    args.output_dir = args.output_dir or new_directory(args)
+    new = f"runs/{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    args.output_dir = os.path.abspath(args.output_dir or new)
     directory = Path(args.output_dir)
     if args.eval_only and any(directory.glob("*.pt")):
         return  # it writes nothing there
     own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
-    if not own and not attempt() and any(directory.glob("*.pt")):
+    if not own and any(directory.glob("*.pt")):
         advice = "continue it with --resume auto, or choose another directory"
         raise UsageError(f"--output-dir {directory} already holds a run; {advice}")
     folder = directory
@@ -486,16 +476,6 @@ def check_files(args: argparse.Namespace) -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         problem = f"cannot write in {folder}; choose another one"
         raise UsageError(f"--output-dir {directory}: {problem}")
-
-
-def new_directory(args: argparse.Namespace) -> str:
-    """Return a new name under runs/; torchrun's run id keeps it the same in a restart."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id == "none":
-        if attempt() and not args.eval_only:
-            raise UsageError("--output-dir is needed for torchrun to start a run again")
-        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return os.path.abspath(f"runs/{Path(args.task).stem}-{run_id}")
 
 
 def check_file(option: str, name: str) -> None:

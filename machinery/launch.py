@@ -165,7 +165,7 @@ def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
 # ------------------------------------------------------------------------- bash run.sh ddp|fsdp N
 
 
-def start(script: str, argv: list[str], devices: int, attempt: int) -> list:
+def start(script: str, argv: list[str], devices: int) -> list:
     """Start one process per device, with the environment that torchrun would give it.
 
     Signals wait until `run_main` and `wait_for` listen: a Python that is starting would answer
@@ -179,7 +179,6 @@ def start(script: str, argv: list[str], devices: int, attempt: int) -> list:
             "LOCAL_RANK": local_rank,
             "WORLD_SIZE": devices,
             "LOCAL_WORLD_SIZE": devices,
-            "TORCHELASTIC_RESTART_COUNT": attempt,
         }
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         command = [sys.executable, str(ROOT / script), *argv]
@@ -198,11 +197,11 @@ def main() -> int:
     received: list[int] = []  # signals
     before = last.stat().st_mtime_ns if last.exists() else None
     with tempfile.TemporaryDirectory() as directory:
-        # The ranks meet in a file: nothing listens to the network.
-        os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
         stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
-            processes = start(script, argv, devices, attempt)
+            # The ranks meet in a new file: nothing listens to the network.
+            os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks{attempt}"
+            processes = start(script, argv, devices)
             code, cause = wait_for(processes, 1, received)
             written = last.exists() and last.stat().st_mtime_ns != before
             # Without a checkpoint of this run the same would happen again.
@@ -211,6 +210,7 @@ def main() -> int:
             if not (failed and can_resume and attempt < RESTARTS):
                 break
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
+            argv += ["--resume", "auto"]
         tell(cause)
     return code
 

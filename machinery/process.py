@@ -66,14 +66,10 @@ def error_on_all(message: str) -> Exception:
     return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
 
 
-def attempt() -> int:
-    """Return how often run.sh or torchrun has started the ranks again after a failure."""
-    if not {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
-        return 0  # what is left of another launcher
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-
-
 # ------------------------------------------------------------------------- main called by a program
+
+
+BROKEN = OSError, ValueError, AttributeError  # of a stream; the last two: closed, None
 
 
 class Output:
@@ -89,17 +85,17 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+        with contextlib.suppress(*BROKEN):
             encoding = getattr(self.stream, "encoding", None) or "utf-8"
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*BROKEN):
             self.stream.flush()
 
     def isatty(self) -> bool:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*BROKEN):
             return self.stream.isatty()
         return False
 
@@ -135,11 +131,8 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             restore(lambda: dict(os.environ), write_environment)
             mask = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK)
             restore(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), mask)
-            for name in ("stdin", "stdout", "stderr"):
-                restore(
-                    functools.partial(getattr, sys, name), functools.partial(setattr, sys, name)
-                )
-            protect_output()
+            at_end.enter_context(contextlib.redirect_stdout(Output(sys.stdout)))
+            at_end.enter_context(contextlib.redirect_stderr(Output(sys.stderr)))
             return main(*arguments, **options)
 
     return wrapper
@@ -213,8 +206,8 @@ def forget_launcher() -> None:
 def follow_launcher() -> None:
     """End with the launcher of this rank: without it a rank would train on unseen."""
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, maybe within a rank of run.sh
-        for name in ("LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE"):
-            os.environ.pop(name, None)
+        os.environ.pop("LAUNCH_PID", None)
+        os.environ.pop("LAUNCH_RENDEZVOUS_FILE", None)
     end_with_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
         os._exit(1)  # the launcher was killed before
@@ -223,13 +216,12 @@ def follow_launcher() -> None:
 def init_method() -> str:
     """Return where the ranks of train_ddp.py and train_fsdp.py meet, for init_process_group.
 
-    Under run.sh it is a file, a new one for each attempt: nothing listens to the network, and no
-    port can be taken. Otherwise it is MASTER_ADDR and MASTER_PORT, and gloo takes the interface
-    that leads there.
+    Under run.sh it is a file: nothing listens to the network, and no port can be taken. Otherwise
+    it is MASTER_ADDR and MASTER_PORT, and gloo takes the interface that leads there.
     """
     if file := os.environ.get("LAUNCH_RENDEZVOUS_FILE"):
         ranks = f"rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"
-        return f"file://{file}-{attempt()}?{ranks}"
+        return f"file://{file}?{ranks}"
     use_interface_to(os.environ.get("MASTER_ADDR", ""))
     return "env://"
 

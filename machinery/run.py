@@ -36,15 +36,7 @@ from common import (
     print0,
     save_checkpoint,
 )
-from machinery.process import (
-    SIGNALS,
-    Stopped,
-    StopSignal,
-    attempt,
-    error_on_all,
-    restore,
-    timeout,
-)
+from machinery.process import SIGNALS, Stopped, StopSignal, error_on_all, restore, timeout
 from machinery.usertask import blame, digest, read_back
 from sampling import GlobalBatchSampler, KeyedDataset
 
@@ -464,12 +456,11 @@ def find_checkpoint(
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
 
-    It is the file that --resume names. With --resume auto, and after a restart, it is last.pt of
-    the directory, if there is one. Raises UsageError if the file is damaged.
+    It is the file that --resume names. With --resume auto it is last.pt of the directory, if there
+    is one. Raises UsageError if the file is damaged.
     """
-    restarted = attempt() > 0 and not eval_only  # a launcher has started the ranks again
     path = Path(resume) if resume not in (None, "auto") else None
-    if resume == "auto" or restarted:
+    if resume == "auto":
         last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
         if last.exists():
             path = last

@@ -248,10 +248,11 @@ def launches(monkeypatch, tmp_path):
     def launch(endings, *argv, saves=True, signals=()):
         attempts = []
 
-        def start(script, given, devices, attempt):
+        def start(script, given, devices):
             assert script == "train_ddp.py" and devices == 2
-            assert given == [*argv, *["--output-dir", str(tmp_path)] * 2]
-            attempts.append({"attempt": attempt, **os.environ})
+            auto = ["--resume", "auto"] * len(attempts)
+            assert given == [*argv, *["--output-dir", str(tmp_path)] * 2, *auto]
+            attempts.append({**os.environ})
             if saves:
                 (tmp_path / "last.pt").touch()
 
@@ -274,10 +275,10 @@ def launches(monkeypatch, tmp_path):
 
 def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
     code, attempts = launches([(1, why) for why in ("lost", "", "first", "last")])
-    assert code == 1 and [each["attempt"] for each in attempts] == [0, 1, 2, 3]
-    for name in ("LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE"):
-        assert len({each[name] for each in attempts}) == 1, "one run of one launcher"
-    assert attempts[0]["LAUNCH_PID"] == str(os.getpid())
+    assert code == 1
+    assert [each["LAUNCH_PID"] for each in attempts] == [str(os.getpid())] * 4
+    places = {each["LAUNCH_RENDEZVOUS_FILE"] for each in attempts}
+    assert len(places) == 4, "where dead ranks have met nobody can"
     for library in ("GLOO", "NCCL"):
         assert attempts[0][f"{library}_SOCKET_IFNAME"] == "lo", "nobody else can reach it"
     causes = ("lost", "a rank failed, as it says above", "first")
@@ -328,10 +329,10 @@ def started(program):
 def stop_between_two_attempts(folder):
     """Be a launcher whose ranks fail, and which gets SIGTERM when it says so."""
 
-    def start(script, argv, devices, attempt):
+    def start(script, argv, devices):
         signal.pthread_sigmask(signal.SIG_BLOCK, machinery.process.SIGNALS)
         (folder / "last.pt").touch()
-        return started("time.sleep(100)" if attempt else "exit(4)")
+        return started("time.sleep(100)" if "auto" in argv else "exit(4)")
 
     machinery.launch.start = start
     machinery.launch.tell = lambda message: os.kill(os.getpid(), TERM) or print(message)
@@ -355,16 +356,6 @@ def fail_unseen():
 
 def test_exit_codes_of_ranks_are_seen_where_sigchld_is_ignored(tmp_path):
     assert run_processes([fail_unseen], tmp_path)[0][0] == 3
-
-
-def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
-    variables = {"LAUNCH_RENDEZVOUS_FILE": "/tmp/ranks", "RANK": "0", "WORLD_SIZE": "2"}
-    variables["LAUNCH_PID"] = "1"
-    places = set()
-    for attempt in range(3):
-        monkeypatch.setattr(os, "environ", variables | {"TORCHELASTIC_RESTART_COUNT": str(attempt)})
-        places.add(machinery.process.init_method())
-    assert len(places) == 3 and all(place.startswith("file:///tmp/ranks") for place in places)
 
 
 @pytest.mark.parametrize("fault", ["raises", pytest.param("is killed", marks=pytest.mark.full)])

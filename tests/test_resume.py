@@ -92,29 +92,23 @@ def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
     )
 
 
-def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch, handlers):
-    """What a launcher starts again goes on without --resume, in the directory of the first attempt."""
+def test_resume_auto_goes_on_or_begins_anew(tmp_path, monkeypatch, handlers):
     first = make_run(tmp_path)
     start_epoch(first)
     make_step(first, [1.0])
     first.save("last.pt", "best.pt")
     end(first)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert machinery.run.find_checkpoint(tmp_path / "run", None) == (None, None), "left over"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without --rdzv-id
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's, maybe left over
     find, folder = machinery.run.find_checkpoint, tmp_path / "run"
-    path, found = find(folder, None)
+    assert find(folder, None) == (None, None)
+    path, found = find(folder, "auto")
     assert found["global_step"] == 1 and path == folder / "last.pt"
-    assert find(tmp_path / "empty", None) == (None, None)
+    assert find(tmp_path / "empty", "auto") == (None, None)
     best = tmp_path / "best alone" / "best.pt"
     best.parent.mkdir()
     shutil.copy(folder / "best.pt", best)
     with pytest.raises(common.UsageError, match=r"no last\.pt in .*best alone, but best\.pt"):
-        find(best.parent, None)  # which a new run would overwrite
-    assert find(folder, str(best))[0] == folder / "last.pt", "which is later"
-    assert find(folder, str(best), True)[0] == best, "an evaluation is of the file it names"
-    with pytest.raises(common.UsageError, match="--output-dir is needed for torchrun"):
-        machinery.cli.parse_args("ddp", [])
+        find(best.parent, "auto")  # which a new run would overwrite
 
 
 # ---------------------------------------------------------------------- the same run or another one

@@ -373,7 +373,6 @@ mutant("resume: auto overwrites a run of which only the best is left", "machiner
        "test_restarted_process_goes_on_or_begins_anew")
 mutant("resume: any best.pt will do", "machinery/run", 'if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):', 'if found["best"] is not None:',
        "test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best")
-mutant("restart: begins anew", "machinery/run", 'resume == "auto" or restarted:', 'resume == "auto":', "test_restarted_process_goes_on_or_begins_anew")
 mutant("eval-only: writes into the log of a run", "machinery/run", 'self.only_reads = eval_only and any(directory.glob("*.pt"))', "self.only_reads = False",
        "test_eval_only_does_not_touch_the_log_of_a_run")
 
@@ -416,11 +415,10 @@ mutant("launch: a fixed place to meet", "machinery/launch", 'yield f"file://{dir
 mutant("restart: an early failure is repeated", "machinery/launch", "failed and can_resume and attempt", "failed and attempt",
        "test_when_the_launcher_restarts")
 mutant("launch: a deliberate end is restarted", "machinery/launch", "failed = code == 1 and", "failed = code != 0 and", "test_when_the_launcher_restarts")
-mutant("ranks: every attempt is the first", "machinery/launch", '"TORCHELASTIC_RESTART_COUNT": attempt', '"TORCHELASTIC_RESTART_COUNT": 0',
-       "test_restarted_run_is_the_same_to_the_bit[raises]")
 mutant("ranks: options are lost", "machinery/launch", "str(ROOT / script), *argv]", "str(ROOT / script)]", "test_restarted_run_is_the_same_to_the_bit[raises]")
-mutant("launch: ranks meet where dead ones did", "machinery/process", 'f"file://{file}-{attempt()}?{ranks}"', 'f"file://{file}?{ranks}"',
-       "test_ranks_meet_in_a_file_of_their_own_after_a_restart")
+mutant("launch: ranks meet where dead ones did", "machinery/launch", 'f"{directory}/ranks{attempt}"', 'f"{directory}/ranks"',
+       "test_launcher_restarts_three_times_on_one_machine")
+mutant("restart: begins anew", "machinery/launch", 'argv += ["--resume", "auto"]', "pass", "test_launcher_restarts_three_times_on_one_machine")
 mutant("launch: --timeout in minutes", "machinery/process", "timedelta(seconds=seconds)", "timedelta(minutes=seconds)",
        "test_timeout_reaches_the_process_group[ddp]")
 mutant("slurm: local rank for the rank", "machinery/process", 'RANK=get("SLURM_PROCID")', 'RANK=get("SLURM_LOCALID")', "test_pitfall_40_ranks_from_slurm")
