@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import copy
 import dataclasses
-import errno
 import fnmatch
 import itertools
 import math
@@ -912,7 +911,10 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
                 os.fsync(file.fileno())  # the data must be on the disk before a name points to it
         for path, temporary in zip(paths, temporaries):
             os.replace(temporary, path)  # atomic within one file system
-            sync_names(path.parent)
+            directory = os.open(path.parent, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # not every file system can do it
+                os.fsync(directory)  # and the name too
+            os.close(directory)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         # The first error of a chain is the cause: torch goes on after a refused write.
         first: BaseException = error
@@ -924,19 +926,6 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
     finally:
         for temporary in temporaries:
             temporary.unlink(missing_ok=True)
-
-
-def sync_names(folder: Path) -> None:
-    """Put the names in a directory on the disk, where its file system can do that."""
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise
-        warnings.warn(f"{folder}: {error}; a power failure may lose a save", stacklevel=2)
-    finally:
-        os.close(directory)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import multiprocessing.util
 import random
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -223,8 +224,10 @@ def start_workers(loader: DataLoader) -> None:
     steps, sampler.steps = sampler.steps, ()
     processes = iter(loader)._workers  # without a batch; private in torch, tested with 2.8 to 2.14
     sampler.steps = steps
-    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
-    multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
+    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. A notebook's
+    # next run must not keep those of the last one, nor their pipes.
+    known = [weakref.ref(process) for process in processes]
+    multiprocessing.util.Finalize(None, _kill, (known,), exitpriority=100)
 
 
 def leave_signals_to_parent(*_: int) -> None:
@@ -243,10 +246,11 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def _kill(processes: list[multiprocessing.Process]) -> None:
+def _kill(processes: list[weakref.ref[multiprocessing.Process]]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
-    for process in processes:
-        process.kill()
+    for known in processes:
+        if process := known():
+            process.kill()
 
 
 # ----------------------------------------------------------------------------------- random numbers

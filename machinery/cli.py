@@ -18,7 +18,7 @@ import torch
 
 from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_type
 from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
-from machinery.usertask import blame, load_module
+from machinery.usertask import blame, load_module, read_back
 
 # Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
 # An option without PER_NODE has one value on all nodes.
@@ -330,13 +330,6 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether a checkpoint can hold a value: a number, a text, None, or a list of them."""
-    if isinstance(value, list):
-        return all(is_plain(item) for item in value)
-    return type(value) in (int, float, bool, str, type(None))
-
-
 def parse_args(
     mode: str, argv: list[str] | None = None, devices: int | None = None
 ) -> argparse.Namespace:
@@ -354,10 +347,10 @@ def parse_args(
     args.parallel_mode, args.task_options, args.free_task_options = mode, task_options, free
     for name in task_options:
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        problem = f"its value {value!r} cannot be stored in a checkpoint"
         advice = "parse a number, a text or a list of them, and convert it in build_datasets"
-        if not is_plain(value):
-            raise UsageError(f"--task {args.task}: {option}: {problem}; {advice}")
+        problem = f"its value {value!r} cannot be stored in a checkpoint; {advice}"
+        with blame(f"--task {args.task}: {option}: {problem}"):
+            read_back(value)
     if mode == "spawn":
         check_nodes(args)
     check_devices(args, mode, devices, launched)

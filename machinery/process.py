@@ -69,9 +69,6 @@ def error_on_all(message: str) -> Exception:
 # ------------------------------------------------------------------------- main called by a program
 
 
-BROKEN = OSError, ValueError, AttributeError  # of a stream; the last two: closed, None
-
-
 class Output:
     """Stand in for stdout or stderr: what cannot be printed never ends a run.
 
@@ -79,33 +76,20 @@ class Output:
     """
 
     def __init__(self, stream: Any) -> None:
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(*BROKEN):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
             encoding = getattr(self.stream, "encoding", None) or "utf-8"
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
-        with contextlib.suppress(*BROKEN):
+        with contextlib.suppress(OSError, ValueError):
             self.stream.flush()
-
-    def isatty(self) -> bool:
-        with contextlib.suppress(*BROKEN):
-            return self.stream.isatty()
-        return False
-
-
-def protect_output() -> None:
-    """Let nothing that happens to stdout and stderr end the run."""
-    # Of a closed one the next file would get the number: a checkpoint, with torch's words in it.
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name) or open(os.devnull, mode)  # noqa: SIM115
-        setattr(sys, name, stream if mode == "r" else Output(stream))
 
 
 def restore(read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
@@ -327,7 +311,9 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     global _is_program
     _is_program = True
     atexit.register(ignore_signals)
-    protect_output()
+    # The number of a closed one would be that of the next file: of a checkpoint.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides the exit codes of ranks
     if os.getpid() == 1:  # the first process of a container, which nothing ends by default

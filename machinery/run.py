@@ -109,8 +109,12 @@ class Run:
         path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
         if checkpoint:
             self._check_config(checkpoint, path)
-        self.files = self.log.files = RunFiles(self.directory, self.eval_only)
-        self.files.find(path, checkpoint)
+        self.files = self.log.files = RunFiles(self.directory, self.eval_only, path)
+        best = checkpoint and checkpoint["best"]
+        if best and not self.eval_only and not self.files.find_best(best):
+            print(f"the best epoch, {best[1]}, is not beside {path}: the next one is the best")
+            checkpoint["best"] = None
+        print(f"output directory: {self.directory}", flush=True)
         return checkpoint
 
     def _check_config(self, checkpoint: dict[str, Any], path: Path) -> None:
@@ -120,8 +124,6 @@ class Run:
             then, now = before.get(name, self.config[name]), self.config[name]
             if name == "task":
                 then, now = Path(then).name, Path(now).name
-            if name == "best" and checkpoint["best"] is None:
-                continue  # no evaluation yet
             if then != now:
                 other = "" if self.eval_only else ", or start anew without --resume"
                 option = f"--{name.replace('_', '-')} {now}"
@@ -229,21 +231,17 @@ class Run:
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
             state.best = best_before  # of best.pt, which stays
-        if state.epoch == self.epochs:
-            self._print_best(name)
-
-    def _print_best(self, name: str) -> None:
-        if self.state.best is None:
+        if state.epoch == self.epochs and state.best:
+            path, (score, epoch) = self.directory / "best.pt", state.best
+            print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
+            again = f"--eval-only --resume {shlex.quote(str(path))}"
+            print0(f"to evaluate it: the same command with {again}")
+        elif state.epoch == self.epochs:
             print0(f"no best.pt: in no epoch {name} and the weights were finite")
-            return
-        path, (score, epoch) = self.directory / "best.pt", self.state.best
-        print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
-        again = f"--eval-only --resume {shlex.quote(str(path))}"
-        print0(f"to evaluate it: the same command with {again}")
 
     def _improves(self, score: float, lower_is_better: bool) -> bool:
         """Return whether the score is better than the best one; NaN and infinity never are."""
-        if self.state.best is None or not math.isfinite(score):
+        if not self.state.best or not math.isfinite(score):
             return math.isfinite(score)
         best, _ = self.state.best
         gain = best - score if lower_is_better else score - best
@@ -348,6 +346,8 @@ class Log:
         self.epochs, self.devices = epochs, common.get_world_size() * replicas
         self.meter = common.Meter(device)
         self.bar: tqdm | None = None
+        # On a terminal alone, to which the training lines would go.
+        self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         # For the next training line: when it began, and the seconds that the loop waited for data.
         self.began = self.waited = 0.0
@@ -365,8 +365,7 @@ class Log:
             desc=f"epoch {self.state.epoch + 1}/{self.epochs}",
             leave=False,
             dynamic_ncols=True,
-            # The lines go where no bar is shown. None: on a terminal alone
-            disable=None if get_rank() == 0 and sys.stdout.isatty() else True,
+            disable=not self.shows_bar,
         )
         self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
         asked = self.began = time.perf_counter()
@@ -478,10 +477,10 @@ class RunFiles:
     Raises UsageError if another run is writing there.
     """
 
-    def __init__(self, directory: Path, eval_only: bool = False) -> None:
+    def __init__(self, directory: Path, eval_only: bool, path: Path | None) -> None:
         self.directory, self.eval_only = directory, eval_only
-        self.path: Path | None = None  # of the checkpoint of --resume
-        self.best: Path | None = None  # of the best epoch before it
+        self.path = path  # of the checkpoint of --resume
+        self.best: Path | None = None  # the file of the best epoch before it
         self.read_back = False  # whether a save of this run could be loaded
         self.tensorboard = None
         directory.mkdir(parents=True, exist_ok=True)
@@ -501,27 +500,17 @@ class RunFiles:
             problem = f"{directory} cannot be locked: {error.strerror}"
             print(f"warning: {problem}; let no other run write there", file=sys.stderr)
 
-    def find(self, path: Path | None, checkpoint: dict[str, Any] | None) -> None:
-        """Find the best epoch before the checkpoint of --resume. Writes nothing."""
-        self.path = path
-        if checkpoint and checkpoint["best"] and not self.eval_only:
-            self.best = self._find_best(checkpoint["best"])
-            if not self.best:
-                epoch = checkpoint["best"][1]
-                print(f"the best epoch, {epoch}, is not beside {path}: the next one is the best")
-                checkpoint["best"] = None
-        print(f"output directory: {self.directory}", flush=True)
-
-    def _find_best(self, best: tuple[float, int]) -> Path | None:
-        """Return the file of an epoch and its score. best.pt may be of an epoch after --resume."""
+    def find_best(self, best: tuple[float, int]) -> bool:
+        """Find the file of this score and epoch. best.pt may be of an epoch after --resume."""
         own, beside = self.directory / "best.pt", self.path.with_name("best.pt")
         kept = self.path.with_name(f"epoch-{best[1]:04}.pt")
         for path in (own, beside, self.path, kept):
             with contextlib.suppress(UsageError):  # no such file, or damaged
                 found = load_checkpoint(path)
                 if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):
-                    return path
-        return None
+                    self.best = path
+                    return True
+        return False
 
     def begin(self, checkpoint: dict[str, Any] | None, tensorboard: bool) -> None:
         """Write the first files, after the checkpoint of --resume was found to fit.

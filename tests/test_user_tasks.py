@@ -1,6 +1,7 @@
 """Tasks and programs of users: what is unusual but right gives the right result, what cannot be right is refused by name."""
 
 import functools
+import gc
 import importlib
 import os
 import random
@@ -57,9 +58,10 @@ def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
 
 
 def surroundings():
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = machinery.process.SIGNALS
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    return [signal.getsignal(number) for number in numbers], mask, dict(os.environ)
+    handlers = [signal.getsignal(number) for number in numbers]
+    return handlers, mask, dict(os.environ), sys.stdout, sys.stderr
 
 
 def call_main_again_and_again(folder):
@@ -90,8 +92,14 @@ def call_main_again_and_again(folder):
     thread.start()
     thread.join()
     assert ends == [0, 2, 0, 0, 2], ends
-    handlers, _, environment = seen[0]
+    handlers, _, environment, *_ = seen[0]
     assert handlers != before[0] and environment != before[2], "or this would prove nothing"
+    files = []
+    for _ in range(3):
+        call("single", "--workers", "1")
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert files[1] == files[2], "the pipes of the workers are closed"
 
 
 @pytest.mark.full
@@ -459,7 +467,6 @@ def test_options_of_a_task_are_in_its_help(own, capsys):
     ("line", "message"),
     [
         ('"--lr", type=float', "add_options, line 7: ArgumentError: .*conflicting option"),
-        ('"--size", default=(1, 2)', r"--size: its value \(1, 2\) cannot be stored"),
         ('"--size", default=[Path("a")]', r"--size: its value \[PosixPath\('a'\)\] cannot be"),
     ],
 )

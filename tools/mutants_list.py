@@ -392,7 +392,7 @@ mutant("launch: sys.exit(0) ends a device's run with 0", "machinery/process", "e
 mutant("ends: a rank leaves before the others know", "machinery/process", 'return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)',
        "return UsageError(message)", "test_early_end_of_all_ranks_has_its_exit_code")
 mutant("end: a rank that fails ends well", "machinery/process", "leave(FAILED if launched else 1)", "leave(0)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
-mutant("print: what cannot be printed ends the run", "machinery/process", "        with contextlib.suppress(OSError, ValueError):\n            self.stream.flush()", "        self.stream.flush()",
+mutant("print: what cannot be printed ends the run", "machinery/process", "with contextlib.suppress(OSError, ValueError):\n            self.stream.flush()", "self.stream.flush()",
        "test_what_cannot_be_printed_ends_no_run[full]")
 mutant("signals: nohup is not respected", "machinery/process", "if before == signal.SIG_IGN:", "if False:", "test_signal_that_nohup_ignores_stays_ignored")
 mutant("stop: the others wait as long as --timeout for a save", "machinery/run", "broadcast_object(self.refused, self.patient)", "broadcast_object(self.refused)",
@@ -486,7 +486,7 @@ mutant("options: booleans cannot be turned off", "machinery/cli", "argparse.Bool
 mutant("options: abbreviations accepted", "machinery/cli", "description=start, allow_abbrev=False", "description=start, allow_abbrev=True",
        f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "machinery/cli", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
-mutant("options: a run is overwritten", "machinery/cli", "if not own and not attempt()", "if False and not attempt()",
+mutant("options: a run is overwritten", "machinery/cli", "if not own and any", "if False and any",
        f"{REFUSED}[single-1 --output-dir TMP/run]")
 mutant("options: more processes than accelerators", "machinery/cli", "here > available and", "False and", "test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "machinery/cli", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
