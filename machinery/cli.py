@@ -379,7 +379,7 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None, laun
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if launched:
         follow_launcher()
-        here, world_size = (int(os.environ.get(n, 1)) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        here, world_size = (int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     else:
         if choice := {"dp": "replicas", "spawn": "nproc"}.get(mode):
             first, *others = getattr(args, choice) or [2 if device_type == "cpu" else available]
