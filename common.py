@@ -98,7 +98,7 @@ def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
     # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE", cores)) // processes))
+    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE") or cores) // processes))
 
 
 def backend(device: torch.device) -> str:
@@ -142,11 +142,11 @@ def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     return value
 
 
-def broadcast_object(value: Any) -> Any:
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return rank 0's `value` on every rank."""
     box = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
@@ -840,7 +840,7 @@ class State:
     epoch: int = 0
     step: int = 0
     global_step: int = 0
-    best: float | None = None
+    best: tuple[float, int] | None = None  # score and epoch, which counts from 1
 
     def checkpoint(self) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.
@@ -969,7 +969,8 @@ def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
                 os.fsync(file.fileno())  # the data must be on the disk before a name points to it
             os.replace(temporary, path)  # atomic within one file system
             directory = os.open(path.parent, os.O_RDONLY)
-            os.fsync(directory)  # and the name too
+            with contextlib.suppress(OSError):  # not every file system can do it
+                os.fsync(directory)  # and the name too
             os.close(directory)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             problem = f"{path} could not be written (is the disk full?); the last good file stays"
@@ -983,4 +984,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = read_tensors(path, "--resume")
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
+    position = [checkpoint[name] for name in ("epoch", "step", "global_step")]
+    if not all(type(number) is int and number >= 0 for number in position):
+        raise UsageError(f"--resume {path}: epoch, step and global step {position} are no position")
     return checkpoint

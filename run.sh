@@ -7,7 +7,8 @@
 # N defaults to the number of accelerators, or 2 on CPU. Options: bash run.sh single --help
 set -euo pipefail && trap 'exit 130' INT # which bash would forget if what it waits for ends well
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")") # the project, also if run.sh is called by a link to it
-fail() { echo "run.sh: error: $*" >&2 && exit 2; }
+unset PYTHONSAFEPATH # the scripts import what lies beside them
+fail() { echo "run.sh: error: $*" >&2 || true; exit 2; } # stderr may be closed
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$here/run.sh"; } # the comment above
 
 mode=${1:-}
@@ -48,7 +49,7 @@ PYTHON
 
 set_up() {
   ! has_requirements || return 0 # another call has done it meanwhile
-  echo "run.sh: the active Python lacks ${lacking:-all that is needed}; setting up $here/.venv, once" >&2
+  echo "run.sh: the active Python lacks ${lacking:-all that is needed}; setting up $here/.venv, once" >&2 || true
   # Made anew unless pip was put there to the last file: to make it may have been interrupted
   if ! in_here -c 'import importlib.metadata as m; raise SystemExit(not m.files("pip"))' 2>/dev/null; then
     python=$active in_here -c 'import ensurepip, venv' 2>/dev/null ||

@@ -16,6 +16,7 @@ import multiprocessing.util
 import random
 import signal
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -242,8 +243,10 @@ def start_workers(loader: DataLoader) -> None:
     steps, sampler.steps = sampler.steps, ()
     processes = iter(loader)._workers  # without a batch; private in torch, tested with 2.8 to 2.14
     sampler.steps = steps
-    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever.
-    multiprocessing.util.Finalize(None, _kill, (processes,), exitpriority=100)
+    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. A notebook's
+    # next run must not keep those of the last one, nor their pipes.
+    known = [weakref.ref(process) for process in processes]
+    multiprocessing.util.Finalize(None, _kill, (known,), exitpriority=100)
 
 
 def leave_signals_to_parent(*_: int) -> None:
@@ -251,7 +254,8 @@ def leave_signals_to_parent(*_: int) -> None:
 
     Nothing else would end a loader worker whose rank was killed.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in (*ends, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 
@@ -261,10 +265,11 @@ def end_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def _kill(processes: list[multiprocessing.Process]) -> None:
+def _kill(processes: list[weakref.ref[multiprocessing.Process]]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
-    for process in processes:
-        process.kill()
+    for known in processes:
+        if process := known():
+            process.kill()
 
 
 # ----------------------------------------------------------------------------------- random numbers

@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_type
-from machinery.process import Stopped, attempt, follow_launcher, take_ranks_of_slurm
+from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import blame, load_module, read_back
 
 # Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
@@ -104,17 +105,23 @@ def like(pattern: str, wanted: str) -> Callable[[str], str]:
 positive, whole = number(int, 1), number(int, 0)
 amount, share = number(float, 0), number(float, 0, 1)
 filled = like(r"(?s)\s*\S.*", "not be empty")  # as an unset variable of a shell is
-url = like(r"tcp://[^:/]+:[1-9][0-9]{0,4}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
+host = r"([^][:/]+|\[[^][/]+\])"  # a name, or an IPv4 address; an IPv6 address in brackets
+url = like(rf"tcp://{host}:[1-9][0-9]{{0,4}}", "be tcp://HOST:PORT, as tcp://10.0.0.1:29500")
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
 ROOT = Path(__file__).resolve().parent.parent
 TASK = str(ROOT / "task.py")
 TASKS = {path.stem: path for path in sorted((ROOT / "tasks").glob("*.py"))}
 
 
+def path(text: str) -> str:
+    """Return the absolute path, but "auto": a task may change the current directory later."""
+    return text if filled(text) == "auto" else os.path.abspath(text)
+
+
 def task_file(name: str) -> str:
     """Return the path of a task: that of NAME in tasks/, or the Python file that is named."""
     if name.endswith(".py"):
-        return name
+        return os.path.abspath(name)
     if name not in TASKS:
         problem = f"must be a file with a name that ends in .py, or one of {', '.join(TASKS)}"
         raise argparse.ArgumentTypeError(f"{problem}; got {name!r}")
@@ -132,7 +139,7 @@ option("--lr", amount, "X", 0.1, FIXED, "peak learning rate")
 option("--amp", ["off", "bf16", "fp16"], None, "off", FIXED, "automatic mixed precision")
 option("--output-dir", filled, "DIR", None, FREE,
        "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
-option("--resume", filled, "auto|FILE", None, FREE,
+option("--resume", path, "auto|FILE", None, FREE,
        "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
 
 group("data")
@@ -144,7 +151,7 @@ option("--workers", whole, "N", None, FREE,
        "`in_memory`, as the digits are)")
 
 group("model")
-option("--weights", filled, "FILE", None, FREE, "start from the tensors in FILE that fit")
+option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")
 option("--freeze", filled, "PATTERN", [], EVALUATED,
        "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
        nargs="+")
@@ -193,9 +200,10 @@ option("--timeout", number(float, 1, 10**9), "SECONDS", 600, MAY_CHANGE,
 # Old launchers pass it; LOCAL_RANK is read instead.
 option("--local-rank", int, None, None, FREE, argparse.SUPPRESS)
 option("--replicas", positive, "N", None, MAY_CHANGE,
-       "devices (default: all accelerators, or 2 on CPU)", "dp")
+       "devices (default: all accelerators, or 2 on CPU)", "dp", action="append")
 option("--nproc", positive, "N", None, MAY_CHANGE,
-       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
+       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn",
+       action="append")
 option("--shard-size", positive, "N", None, MAY_CHANGE,
        "ranks that share one copy of the model (default: all)", "fsdp")
 option("--nnodes", positive, "N", 1, MAY_CHANGE, "machines", "spawn")
@@ -205,8 +213,9 @@ option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
 group("run")
-option("--best", filled, "NAME", None, FIXED,
-       "what decides best.pt: a metric (default: the first), or loss, whose lowest value is best")
+option("--best", filled, "NAME[:min]", None, FIXED,
+       "what decides best.pt: a metric (default: the first), whose highest value is best; with "
+       ":min, as mae:min, or as loss, the lowest")
 option("--seed", number(int, 0, 2**63 - 1), "N", 0, FIXED,
        "of initial weights, order, augmentation, dropout")
 option("--save-every", positive, "STEPS", None, MAY_CHANGE,
@@ -302,13 +311,13 @@ def schedule_options(args: argparse.Namespace) -> dict[str, Any]:
 def run_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that Run takes."""
     names = ("epochs", "output_dir", "resume", "eval_only", "best", "save_every", "keep_every")
+    names += ("log_every", "tensorboard")
     config = declared(args)
     fixed = config.keys() - keys(MAY_CHANGE)
     if args.eval_only:
         fixed = keys(EVALUATED) | {*args.task_options}  # what changes the numbers
     per_node = keys(PER_NODE) | args.free_task_options
-    return {name: getattr(args, name) for name in (*names, "log_every", "tensorboard")} | {
-        "name": Path(args.task).stem,  # of a new directory
+    return {name: getattr(args, name) for name in names} | {
         "replicas": getattr(args, "replicas", 1),
         "config": config,
         # In the order of --help: the refusal names the option that was given, as --batch-size, and
@@ -326,6 +335,9 @@ def parse_args(
     `devices` is how many processes run.sh ddp is going to start on this machine. Raises
     UsageError that names the option, what was given and what would work.
     """
+    launched = mode in LAUNCHED and devices is None  # by torchrun or srun
+    if not launched:
+        forget_launcher()
     parser = build_parser(mode)
     task_options, free = add_options_of_task(parser, argv)
     args = parser.parse_args(argv)
@@ -336,7 +348,7 @@ def parse_args(
             read_back(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)
-    check_devices(args, mode, devices)
+    check_devices(args, mode, devices, launched)
     check_values(args, mode)
     try:
         check_files(args)
@@ -355,22 +367,21 @@ def check_nodes(args: argparse.Namespace) -> None:
         raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
 
 
-def check_devices(args: argparse.Namespace, mode: str, devices: int | None) -> None:
+def check_devices(args: argparse.Namespace, mode: str, devices: int | None, launched: bool) -> None:
     """Translate srun's variables; count the devices, and check that they exist and get samples."""
-    launched = mode in LAUNCHED and devices is None  # by torchrun or srun
     by_srun = launched and take_ranks_of_slurm()
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if launched:
         follow_launcher()
-        here, world_size = (int(os.environ.get(n, 1)) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        here, world_size = (int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     else:
-        for name in ("RANK", "LOCAL_RANK"):
-            os.environ.pop(name, None)  # of another launcher around this run
         if choice := {"dp": "replicas", "spawn": "nproc"}.get(mode):
-            if getattr(args, choice) is None:
-                setattr(args, choice, 2 if device_type == "cpu" else available)
-            devices = getattr(args, choice)
+            first, *others = getattr(args, choice) or [2 if device_type == "cpu" else available]
+            if other := next((n for n in others if n != first), None):
+                raise UsageError(f"--{choice} {other}: N, or another --{choice}, is {first}")
+            setattr(args, choice, first)
+            devices = first
         here = devices or 1
         world_size = here * getattr(args, "nnodes", 1)
     # SLURM may show each of its tasks one device alone.
@@ -438,14 +449,16 @@ def check_files(args: argparse.Namespace) -> None:
     if args.resume == "auto" and not args.output_dir:
         needed = "--output-dir, the directory whose last.pt it looks for"
         raise UsageError(f"--resume auto needs {needed}")
-    if not args.output_dir:
-        return
+    new = f"runs/{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    args.output_dir = os.path.abspath(args.output_dir or new)
     directory = Path(args.output_dir)
+    if args.eval_only and any(directory.glob("*.pt")):
+        return  # it writes nothing there
     own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
-    if not own and not args.eval_only and not attempt() and any(directory.glob("*.pt")):
+    if not own and any(directory.glob("*.pt")):
         advice = "continue it with --resume auto, or choose another directory"
         raise UsageError(f"--output-dir {directory} already holds a run; {advice}")
-    folder = directory.absolute()
+    folder = directory
     while not os.path.lexists(folder):  # a link to nowhere is in the way too
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

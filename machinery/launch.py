@@ -40,12 +40,11 @@ from machinery.process import (
     tell,
     use_interface_to,
 )
-from machinery.run import output_directory
 from machinery.usertask import blame
 from sampling import end_with_parent
 
 RESTARTS = 3  # after a failure
-ON_PURPOSE = {2, 3, 130, 143}  # exit codes of a rank that has told why it ends
+ON_PURPOSE = {2, 3, *SIGNALS.values()}  # exit codes of a rank that has told why it ends
 
 
 def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, str]:
@@ -79,6 +78,7 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
         if code is None:
             process.kill()
             process.wait() if hasattr(process, "wait") else process.join()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the ranks of a restart can answer
     return diagnose(ended, nnodes, received)
 
 
@@ -99,10 +99,11 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     if chosen:
         return chosen[0], ""
     if killed:
-        number = signal.Signals(-ended[killed[0]])
+        number = -ended[killed[0]]
+        name = next((s.name for s in signal.Signals if s == number), f"signal {number}")
         if number in received:
-            return 128 + number, f"stopped by {number.name} with nothing to save"
-        return 1, f"process {killed[0]} was killed by {number.name}"
+            return 128 + number, f"stopped by {name} with nothing to save"
+        return 1, f"process {killed[0]} was killed by {name}"
     if nnodes > 1 and failed:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"
@@ -164,7 +165,7 @@ def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
 # ------------------------------------------------------------------------- bash run.sh ddp|fsdp N
 
 
-def start(script: str, argv: list[str], devices: int, attempt: int) -> list:
+def start(script: str, argv: list[str], devices: int) -> list:
     """Start one process per device, with the environment that torchrun would give it.
 
     Signals wait until `run_main` and `wait_for` listen: a Python that is starting would answer
@@ -178,7 +179,6 @@ def start(script: str, argv: list[str], devices: int, attempt: int) -> list:
             "LOCAL_RANK": local_rank,
             "WORLD_SIZE": devices,
             "LOCAL_WORLD_SIZE": devices,
-            "TORCHELASTIC_RESTART_COUNT": attempt,
         }
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         command = [sys.executable, str(ROOT / script), *argv]
@@ -191,18 +191,17 @@ def main() -> int:
     mode, devices, argv = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     sys.argv[0] = script = f"train_{mode}.py"
     args = parse_args(mode, argv, devices)
+    argv += ["--output-dir", args.output_dir]  # the same one in all attempts
+    last = Path(args.output_dir, "last.pt")
     os.environ["LAUNCH_PID"] = str(os.getpid())
-    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    os.environ["TORCHELASTIC_RUN_ID"] = run_id  # names the output directory of all attempts
-    last = output_directory(args.output_dir, Path(args.task).stem) / "last.pt"
     received: list[int] = []  # signals
     before = last.stat().st_mtime_ns if last.exists() else None
     with tempfile.TemporaryDirectory() as directory:
-        # The ranks meet in a file: nothing listens to the network.
-        os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
         stay_on_this_machine()
         for attempt in range(RESTARTS + 1):
-            processes = start(script, argv, devices, attempt)
+            # The ranks meet in a new file: nothing listens to the network.
+            os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks{attempt}"
+            processes = start(script, argv, devices)
             code, cause = wait_for(processes, 1, received)
             written = last.exists() and last.stat().st_mtime_ns != before
             # Without a checkpoint of this run the same would happen again.
@@ -211,6 +210,7 @@ def main() -> int:
             if not (failed and can_resume and attempt < RESTARTS):
                 break
             tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
+            argv += ["--resume", "auto"]
         tell(cause)
     return code
 

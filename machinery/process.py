@@ -31,9 +31,10 @@ import torch.distributed as dist
 from common import UsageError
 from sampling import end_with_parent
 
-# They stop a run at the next step; after saving it ends with this exit code.
-SIGNALS = {signal.SIGUSR1: 0, signal.SIGINT: 130, signal.SIGTERM: 143}
-PRIORITY = [signal.SIGUSR1, signal.SIGINT, signal.SIGTERM]  # of two, the one further right wins
+# They stop a run at the next step; after saving it ends with this exit code. Of two, the later one
+# in this list wins.
+SIGNALS = {signal.SIGUSR1: 0, signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
+PRIORITY = [*SIGNALS]
 # A rank raises this when another is gone. A lost connection of the task itself has other words.
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*"
@@ -65,12 +66,30 @@ def error_on_all(message: str) -> Exception:
     return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
 
 
-def attempt() -> int:
-    """Return how often a launcher has started the ranks again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 # ------------------------------------------------------------------------- main called by a program
+
+
+class Output:
+    """Stand in for stdout or stderr: what cannot be printed never ends a run.
+
+    A pipe may be closed, a disk full, a terminal gone. Letters that the encoding lacks are escaped.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it was closed
+            encoding = getattr(self.stream, "encoding", None) or "utf-8"
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
 
 
 def restore(read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
@@ -96,6 +115,8 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             restore(lambda: dict(os.environ), write_environment)
             mask = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK)
             restore(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), mask)
+            at_end.enter_context(contextlib.redirect_stdout(Output(sys.stdout)))
+            at_end.enter_context(contextlib.redirect_stderr(Output(sys.stderr)))
             return main(*arguments, **options)
 
     return wrapper
@@ -111,12 +132,14 @@ def handle_signals(handler: Callable[[int, Any], None]) -> None:
     for number in SIGNALS:
         # None: a library in C had set it
         before = signal.getsignal(number) or signal.SIG_DFL
+        if before == signal.SIG_IGN:
+            continue  # as nohup asks
         restore(lambda before=before: before, functools.partial(signal.signal, number))
         signal.signal(number, handler)
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
+    """SIGTERM, SIGINT, SIGHUP and SIGUSR1 (SLURM's warning): all ranks stop at the same step."""
 
     def __init__(self) -> None:
         self.received: list[int] = []  # places in PRIORITY, from 1
@@ -156,8 +179,19 @@ class StopSignal:
 # -------------------------------------------------------------------------- where ranks find others
 
 
+def forget_launcher() -> None:
+    """Drop the variables of a launcher around this run, which has other ranks, or none."""
+    ours = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE")
+    for name in [*os.environ]:
+        if name in ours or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+
+
 def follow_launcher() -> None:
     """End with the launcher of this rank: without it a rank would train on unseen."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, maybe within a rank of run.sh
+        os.environ.pop("LAUNCH_PID", None)
+        os.environ.pop("LAUNCH_RENDEZVOUS_FILE", None)
     end_with_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
         os._exit(1)  # the launcher was killed before
@@ -166,13 +200,12 @@ def follow_launcher() -> None:
 def init_method() -> str:
     """Return where the ranks of train_ddp.py and train_fsdp.py meet, for init_process_group.
 
-    Under run.sh it is a file, a new one for each attempt: nothing listens to the network, and no
-    port can be taken. Otherwise it is MASTER_ADDR and MASTER_PORT, and gloo takes the interface
-    that leads there.
+    Under run.sh it is a file: nothing listens to the network, and no port can be taken. Otherwise
+    it is MASTER_ADDR and MASTER_PORT, and gloo takes the interface that leads there.
     """
     if file := os.environ.get("LAUNCH_RENDEZVOUS_FILE"):
         ranks = f"rank={os.environ['RANK']}&world_size={os.environ['WORLD_SIZE']}"
-        return f"file://{file}-{attempt()}?{ranks}"
+        return f"file://{file}?{ranks}"
     use_interface_to(os.environ.get("MASTER_ADDR", ""))
     return "env://"
 
@@ -201,20 +234,24 @@ def take_ranks_of_slurm() -> bool:
         LOCAL_WORLD_SIZE=str(tasks[int(get("SLURM_NODEID"))]),
     )
     os.environ.setdefault("MASTER_ADDR", first if len(tasks) > 1 else "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(20_000 + int(get("SLURM_JOB_ID")) % 10_000))
+    # Another job, or another step of this job, may run on the same node.
+    job, step = int(get("SLURM_JOB_ID")), int(os.environ.get("SLURM_STEP_ID") or 0)
+    os.environ.setdefault("MASTER_PORT", str(20_000 + (job + 997 * step) % 10_000))
     return True
 
 
 def check_address(option: str, host: str, port: int, node_rank: int, nnodes: int) -> None:
     """Raise UsageError if the host is unknown, or if the first node cannot listen there."""
     try:
-        found = socket.getaddrinfo(host, None)[0][4][0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if node_rank == 0:
-            socket.create_server((host, port)).close()
+            socket.create_server(address, family=family).close()
     except (OSError, UnicodeError, OverflowError) as error:
         wanted = "it must lead to the node with --node-rank 0, to a port that is free there"
         raise UsageError(f"{option}: {error}; {wanted}") from error
-    if nnodes > 1 and found.startswith("127.") and host not in (found, "localhost"):
+    found = address[0]
+    loopback = found == "::1" or found.startswith("127.")
+    if nnodes > 1 and loopback and host not in (found, "localhost"):
         problem = f"{host} is {found} here, which other nodes cannot reach (see /etc/hosts)"
         raise UsageError(f"{option}: {problem}; give its IP address")
 
@@ -232,16 +269,30 @@ def use_interface_to(host: str) -> None:
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    no_way = contextlib.suppress(OSError, UnicodeError)  # the ranks will say so
-    with no_way, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex() if not own.startswith("127.") else ():
+    with contextlib.suppress(OSError, UnicodeError):  # the ranks will say that there is no way
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+        name = interface_with(own)
+        if name and name != "lo":
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_with(address: str) -> str | None:
+    """Return the name of the network interface that has this address."""
+    if ":" in address:  # IPv6
+        digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode())
                 answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, netdevice(7)
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 # --------------------------------------------------------------------------------------- exit codes
@@ -250,8 +301,8 @@ def use_interface_to(host: str) -> None:
 def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     """Run `main` and return the exit code of this process.
 
-    0 done, 1 failed, 2 bad arguments, 3 diverged, 130 or 143 stopped by a signal after saving; a
-    failed rank tells its launcher FAILED. A signal before training begins ends the process at
+    0 done, 1 failed, 2 bad arguments, 3 diverged, 129, 130 or 143 stopped by a signal after saving;
+    a failed rank tells its launcher FAILED. A signal before training begins ends the process at
     once: nothing can be lost yet. `hard_exit` ends the process here, without Python's clean-up.
 
     The ranks raise Stopped together, and leave together. Any other error is of one rank: it ends
@@ -260,8 +311,15 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     global _is_program
     _is_program = True
     atexit.register(ignore_signals)
+    # The number of a closed one would be that of the next file: of a checkpoint.
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides the exit codes of ranks
+    if os.getpid() == 1:  # the first process of a container, which nothing ends by default
+        handle_signals(lambda number, frame: leave(128 + number))
+    elif signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
     try:
         code = main()

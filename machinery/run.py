@@ -36,7 +36,7 @@ from common import (
     print0,
     save_checkpoint,
 )
-from machinery.process import SIGNALS, Stopped, StopSignal, attempt, error_on_all, restore
+from machinery.process import SIGNALS, Stopped, StopSignal, error_on_all, restore, timeout
 from machinery.usertask import blame, digest, read_back
 from sampling import GlobalBatchSampler
 
@@ -62,8 +62,7 @@ class Run:
         device: torch.device,
         *,
         epochs: int,
-        output_dir: str | None = None,
-        name: str = "run",
+        output_dir: str = "runs/new",
         resume: str | None = None,
         eval_only: bool = False,
         best: str | None = None,
@@ -78,7 +77,7 @@ class Run:
     ) -> None:
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
         self.state, self.device, self.epochs = state, device, epochs
-        self.output_dir, self.directory = output_dir, output_directory(output_dir, name)
+        self.directory = Path(output_dir).absolute()
         self.resume_from, self.eval_only, self.best = resume, eval_only, best
         self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
         self.tensorboard, self.config, self.fixed = tensorboard, config or {}, [*fixed]
@@ -92,6 +91,9 @@ class Run:
         self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal after which the next save is last
         self.refused = ""  # why the last save was not made: which parameters are not finite
+        self.patient: dist.ProcessGroup | None = None
+        if dist.is_initialized():  # a slow disk may keep rank 0 for longer than --timeout
+            self.patient = dist.new_group(timeout=timeout(7 * 86_400), backend="gloo")
         must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
         check_agreement(must_agree, self.config.get("task"), train_loader, val_loader, device)
 
@@ -101,20 +103,21 @@ class Run:
         if checkpoint:
             self._restore(checkpoint)
             print0(f"resumed {self._position()}")
+        self._on_rank0(lambda: self.files.begin(checkpoint, self.tensorboard))
         if not self.eval_only:  # which has nothing to save
-            self._on_rank0(lambda: self.files.rewind(checkpoint))  # after the checkpoint fits
             self.stop = StopSignal()
         self.log.start_times()
 
     def _open(self) -> dict[str, Any] | None:
-        restarted = attempt() > 0 and not self.eval_only
-        if restarted and not self.output_dir and os.environ.get("TORCHELASTIC_RUN_ID") == "none":
-            raise UsageError("--output-dir is needed for torchrun to start a run again")
         path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
         if checkpoint:
             self._check_config(checkpoint, path)
-        self.files = self.log.files = RunFiles(self.directory, self.eval_only)
-        self.files.start(path, checkpoint, self.tensorboard)
+        self.files = self.log.files = RunFiles(self.directory, self.eval_only, path)
+        best = checkpoint and checkpoint["best"]
+        if best and not self.eval_only and not self.files.find_best(best):
+            print(f"the best epoch, {best[1]}, is not beside {path}: the next one is the best")
+            checkpoint["best"] = None
+        print(f"output directory: {self.directory}", flush=True)
         return checkpoint
 
     def _check_config(self, checkpoint: dict[str, Any], path: Path) -> None:
@@ -124,8 +127,6 @@ class Run:
             then, now = before.get(name, self.config[name]), self.config[name]
             if name == "task":
                 then, now = Path(then).name, Path(now).name
-            if name == "best" and checkpoint["best"] is None:
-                continue  # no evaluation yet
             if then != now:
                 other = "" if self.eval_only else ", or start anew without --resume"
                 option = f"--{name.replace('_', '-')} {now}"
@@ -165,7 +166,7 @@ class Run:
                 error = error_on_all(f"--output-dir {self.directory}: {problem}")
             except UsageError as problem:
                 error = error_on_all(str(problem))
-        result, error = broadcast_object((result, error))
+        result, error = broadcast_object((result, error), self.patient)
         if error:
             raise error
         return result
@@ -218,33 +219,34 @@ class Run:
         """
         state = self.state
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
-        name = self.best or known[0]
+        best = self.best or known[0]
+        name, lowest = best.removesuffix(":min"), best == "loss" or best.endswith(":min")
         if name not in known:
-            raise error_on_all(f"--best {name}: no such metric; use one of {', '.join(known)}")
+            raise error_on_all(f"--best {best}: no such metric; use one of {', '.join(known)}")
         self.log.eval_line(metrics)
         names, best_before = [], state.best
-        if self._improves(metrics[name], lower_is_better=name == "loss"):
-            state.best, names = metrics[name], ["best.pt"]
+        if self._improves(metrics[name], lowest):
+            state.best, names = (metrics[name], state.epoch), ["best.pt"]
         if self.keep_every and state.epoch % self.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
         # Waits: the save below must know of a stop. After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < self.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if self.refused:
-            # best.pt still has the score before. Only rank 0 knows that the save was refused: on
-            # the others `best` is wrong, and nobody reads it.
-            state.best = best_before
-        if self.files and state.epoch == self.epochs and state.best is not None:
-            path = self.files.directory / "best.pt"
-            print(f"best {name} {state.best:.6f}, in epoch {self.files.best_epoch}: {path}")
+            state.best = best_before  # of best.pt, which stays
+        if state.epoch == self.epochs and state.best:
+            path, (score, epoch) = self.directory / "best.pt", state.best
+            print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
             again = f"--eval-only --resume {shlex.quote(str(path))}"
-            print(f"to evaluate it: the same command with {again}", flush=True)
+            print0(f"to evaluate it: the same command with {again}")
+        elif state.epoch == self.epochs:
+            print0(f"no best.pt: in no epoch {name} and the weights were finite")
 
     def _improves(self, score: float, lower_is_better: bool) -> bool:
         """Return whether the score is better than the best one; NaN and infinity never are."""
-        best = self.state.best
-        if best is None or not math.isfinite(score):
+        if not self.state.best or not math.isfinite(score):
             return math.isfinite(score)
+        best, _ = self.state.best
         gain = best - score if lower_is_better else score - best
         return gain > 1e-12 * abs(best)  # less is rounding, on another number of ranks
 
@@ -261,6 +263,7 @@ class Run:
             checkpoint["config"] = self.config
             parameters = [name for name, _ in self.state.net.named_parameters()]
             self.refused = self.files.write_checkpoint(checkpoint, parameters, names)
+        self.refused = broadcast_object(self.refused, self.patient)
         self.log.spend("save_s")
         if self.stopping:
             self._stop()
@@ -268,7 +271,7 @@ class Run:
     def _stop(self) -> NoReturn:
         """End the run on a signal, after a save."""
         name, step = self.stopping.name, self.state.global_step
-        if broadcast_object(self.refused):
+        if self.refused:
             raise Stopped(3, f"stopped by {name} at step {step}, which was not saved")
         if self.log.bar:
             self.log.bar.close()  # else its line would go on with the next one
@@ -280,13 +283,12 @@ class Run:
 
     def finish(self) -> None:
         """Wait for all ranks, and close the files. Raises Stopped if the last save was refused."""
-        refused = broadcast_object(self.refused)
         if self.files:
             self.files.close()
         if dist.is_initialized():
             dist.barrier()  # rank 0 has written its files
-        if refused:
-            raise Stopped(3, f"the run is done, but its last state was not saved: {refused}")
+        if self.refused:
+            raise Stopped(3, f"the run is done, but its last state was not saved: {self.refused}")
 
 
 def check_agreement(
@@ -347,6 +349,8 @@ class Log:
         self.epochs, self.devices = epochs, common.get_world_size() * replicas
         self.meter = common.Meter(device)
         self.bar: tqdm | None = None
+        # On a terminal alone, to which the training lines would go.
+        self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         # For the next training line: when it began, and the seconds that the loop waited for data.
         self.began = self.waited = 0.0
@@ -364,7 +368,7 @@ class Log:
             desc=f"epoch {self.state.epoch + 1}/{self.epochs}",
             leave=False,
             dynamic_ncols=True,
-            disable=None if get_rank() == 0 else True,  # None: on a terminal alone
+            disable=not self.shows_bar,
         )
         self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
         asked = self.began = time.perf_counter()
@@ -379,7 +383,7 @@ class Log:
         size = sum(parameter.numel() for parameter in net.parameters())
         micro_batch = math.ceil(sampler.batch_size / sampler.accum_steps)
         share = math.ceil(micro_batch / self.devices)
-        model = f"{type(net).__name__}, {size:,} parameters"
+        model = f"{type(net).__name__.removeprefix('FSDP')}, {size:,} parameters"
         print0(
             f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: {model}; "
             f"loader workers per process: {loader.num_workers}\n"
@@ -411,7 +415,7 @@ class Log:
         warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
         values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
         speed = f"{line['images_per_s']:.0f} images/s  data {line['data_wait']:.0%}"
-        text = f"{values}  lr {line['lr']:.5f}  {speed}{warning}"
+        text = f"{values}  lr {line['lr']:.5g}  {speed}{warning}"
         self._write(line, f"step {state.step}/{self.sampler.steps_per_epoch}  {text}")
 
     def start_times(self) -> None:
@@ -449,25 +453,16 @@ class Log:
 # ------------------------------------------------------------------------------- the files of a run
 
 
-def output_directory(output_dir: str | None, name: str) -> Path:
-    """Return --output-dir, or a new name; a launcher's run id keeps it the same in a restart."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id == "none":
-        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return Path(output_dir or f"runs/{name}-{run_id}")
-
-
 def find_checkpoint(
     directory: Path, resume: str | None, eval_only: bool = False
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
 
-    It is the file that --resume names. With --resume auto, and after a restart, it is last.pt of
-    the directory, if there is one. Raises UsageError if the file is damaged.
+    It is the file that --resume names. With --resume auto it is last.pt of the directory, if there
+    is one. Raises UsageError if the file is damaged.
     """
-    restarted = attempt() > 0 and not eval_only  # a launcher has started the ranks again
     path = Path(resume) if resume not in (None, "auto") else None
-    if resume == "auto" or restarted:
+    if resume == "auto":
         last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
         if last.exists():
             path = last
@@ -485,17 +480,17 @@ class RunFiles:
     Raises UsageError if another run is writing there.
     """
 
-    def __init__(self, directory: Path, eval_only: bool = False) -> None:
+    def __init__(self, directory: Path, eval_only: bool, path: Path | None) -> None:
         self.directory, self.eval_only = directory, eval_only
-        self.path: Path | None = None  # of the checkpoint of --resume
-        self.best_epoch: int | None = None  # of best.pt, counted from 1
+        self.path = path  # of the checkpoint of --resume
+        self.best: Path | None = None  # the file of the best epoch before it
         self.read_back = False  # whether a save of this run could be loaded
         self.tensorboard = None
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
         self.only_reads = eval_only and any(directory.glob("*.pt"))
         name = os.devnull if self.only_reads else directory / "metrics.jsonl"
-        self.log = open(name, "a+", errors="replace")  # noqa: SIM115
+        self.log = open(name, "ab+")  # noqa: SIM115
         # A notebook may keep an exception, and with it this object: the file must be closed anyway.
         restore(lambda: weakref.ref(self.log), lambda log: log() and log().close())
         try:
@@ -504,43 +499,38 @@ class RunFiles:
         except BlockingIOError as error:
             problem = "another run is writing there; choose another directory"
             raise UsageError(f"--output-dir {directory}: {problem}") from error
+        except OSError as error:  # of a network, often
+            problem = f"{directory} cannot be locked: {error.strerror}"
+            print(f"warning: {problem}; let no other run write there", file=sys.stderr)
 
-    def start(
-        self, path: Path | None, checkpoint: dict[str, Any] | None, tensorboard: bool
-    ) -> None:
-        """Begin at the checkpoint, or at the start of a run: find best.pt, open TensorBoard."""
-        self.path = path
-        best = checkpoint["best"] if checkpoint else None
-        if best is not None and not self.eval_only and not self._find_best(best):
-            checkpoint["best"] = None  # the next evaluation writes best.pt
+    def find_best(self, best: tuple[float, int]) -> bool:
+        """Find the file of this score and epoch. best.pt may be of an epoch after --resume."""
+        own, beside = self.directory / "best.pt", self.path.with_name("best.pt")
+        kept = self.path.with_name(f"epoch-{best[1]:04}.pt")
+        for path in (own, beside, self.path, kept):
+            with contextlib.suppress(UsageError):  # no such file, or damaged
+                found = load_checkpoint(path)
+                if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):
+                    self.best = path
+                    return True
+        return False
+
+    def begin(self, checkpoint: dict[str, Any] | None, tensorboard: bool) -> None:
+        """Write the first files, after the checkpoint of --resume was found to fit.
+
+        last.pt becomes that checkpoint, best.pt the best epoch before it; later log lines go.
+        """
+        if not self.eval_only:
+            first = {"best.pt": self.best, "last.pt": self.path}
+            for name, path in first.items():  # last.pt may also be damaged
+                if path and path.resolve() != (self.directory / name).resolve():
+                    save_checkpoint(load_checkpoint(path), self.directory / name)
+            self.log.truncate(self._bytes_before(checkpoint))
         if tensorboard and not self.only_reads:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = checkpoint["global_step"] + 1 if checkpoint else None
+            purge = checkpoint["global_step"] + 1 if checkpoint else 0
             self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
-        print(f"output directory: {self.directory}", flush=True)
-
-    def rewind(self, checkpoint: dict[str, Any] | None) -> None:
-        """Go back to the checkpoint: last.pt becomes it, and the log loses its later lines."""
-        last = self.directory / "last.pt"
-        if checkpoint and self.path.resolve() != last.resolve():  # last.pt may also be damaged
-            save_checkpoint(checkpoint, last)
-        self.log.truncate(self._bytes_before(checkpoint))
-
-    def _find_best(self, best: float) -> bool:
-        """Return whether best.pt has the score `best`, or the one beside --resume, which is copied.
-
-        If --resume names an earlier checkpoint, best.pt may belong to a later epoch.
-        """
-        for name in (self.directory / "best.pt", self.path.with_name("best.pt")):
-            with contextlib.suppress(UsageError):  # no such file, or damaged
-                found = load_checkpoint(name)
-                if found["best"] == best:
-                    self.best_epoch = found["epoch"]
-                    if name.parent != self.directory:
-                        save_checkpoint(found, self.directory / "best.pt")
-                    return True
-        return False
 
     def _bytes_before(self, checkpoint: dict[str, Any] | None) -> int:
         """Return how many bytes of metrics.jsonl are of steps before the checkpoint."""
@@ -554,16 +544,16 @@ class RunFiles:
                     done = entry["epoch"] < checkpoint["epoch"]
             except (ValueError, KeyError, TypeError):  # half a line, or not of a run
                 break
-            if not done or not line.endswith("\n"):
+            if not done or not line.endswith(b"\n"):
                 break
-            kept += len(line.encode())
+            kept += len(line)
         return kept
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; NaN and Inf become null."""
         bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
         plain = line | dict.fromkeys(bad)
-        self.log.write(json.dumps(plain) + "\n")
+        self.log.write(f"{json.dumps(plain)}\n".encode())
         self.log.flush()
         position = {"event", "epoch", "step", "global_step", "count"}
         for name in line.keys() - position if self.tensorboard else ():
@@ -585,8 +575,6 @@ class RunFiles:
             kept = "not saved, the last good checkpoint stays"
             print(f"{kept}: {problem}", file=sys.stderr, flush=True)
             return problem
-        if "best.pt" in names:
-            self.best_epoch = checkpoint["epoch"]
         if not self.read_back:
             with blame("the model or the optimizer holds what no checkpoint can give back"):
                 read_back(checkpoint)

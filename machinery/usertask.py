@@ -325,7 +325,7 @@ def check_run(
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
         advice = "no checkpoint or average would have it; register it in __init__"
         raise UsageError(f"{where}: the forward of the model makes the buffer {made}; {advice}")
-    if args.best not in (None, *meter.names) and not task.dataset_metrics:
+    if args.best and args.best.removesuffix(":min") not in meter.names and not task.dataset_metrics:
         known = ", ".join(meter.names)
         raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
 

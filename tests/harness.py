@@ -201,24 +201,18 @@ def rank_of_run(
     patch: Callable,
 ) -> int:
     """Be one process of a run: call the script's own `main`."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    if mode in ("single", "dp"):
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[name]
+    ranks = {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
+    ranks |= {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    ranks |= {"LAUNCH_RENDEZVOUS_FILE": meeting_point, "LAUNCH_PID": str(os.getppid())}
+    if mode not in ("single", "dp"):
+        os.environ.update(ranks)
     _record_gradients(record, steps)
     script = importlib.import_module(f"train_{mode}")
-    os.environ.update(LAUNCH_RENDEZVOUS_FILE=meeting_point, LAUNCH_PID=str(os.getppid()))
     script.check_run = lambda *_: None  # tests/test_bad_input.py tests it
     if patch:
         patch(rank)
     main = functools.partial(script.main, argv)
     if mode == "spawn":
-        ranks = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
         args = machinery.cli.parse_args("spawn", ["--nproc", str(world_size), *argv])
         os.environ.update(ranks)  # as run_worker does
         main = functools.partial(script.worker, rank, args, f"file://{meeting_point}")

@@ -69,7 +69,9 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Host]]:
+def two_hosts(
+    rate: str = "", own_names: bool = True, addresses: tuple[str, str] = ("10.77.0.1", "10.77.0.2")
+) -> Iterator[tuple[Host, Host]]:
     """Two hosts joined by a cable; all that is left on them is killed at the end.
 
     Without `own_names` a host's name is that of this machine, which /etc/hosts often gives to the loopback, as Debian does.
@@ -77,7 +79,7 @@ def two_hosts(rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Ho
     remove_leftovers()
     # the two can be alike in all tests that run side by side: only the names are seen from outside
     name = f"{PREFIX}{os.getpid()}-{next(NAMES)}"
-    hosts = (Host(f"{name}-0", "10.77.0.1"), Host(f"{name}-1", "10.77.0.2"))
+    hosts = tuple(Host(f"{name}-{i}", address) for i, address in enumerate(addresses))
     with contextlib.ExitStack() as stack:
         for host in hosts:
             stack.callback(remove, host.name)
@@ -89,7 +91,10 @@ def two_hosts(rate: str = "", own_names: bool = True) -> Iterator[tuple[Host, Ho
         ends = [f"{DEVICE} netns {host.name}".split() for host in hosts]
         ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
         for host in hosts:
-            ip("-netns", host.name, "address", "add", f"{host.address}/24", "dev", DEVICE)
+            address = (
+                [f"{host.address}/64", "nodad"] if ":" in host.address else [f"{host.address}/24"]
+            )
+            ip("-netns", host.name, "address", "add", *address, "dev", DEVICE)
             for device in ("lo", DEVICE):
                 ip("-netns", host.name, "link", "set", device, "up")
             if rate:

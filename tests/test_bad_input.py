@@ -91,6 +91,7 @@ single 1 | --batch-size 0 | --batch-size: must be a whole number, at least 1, go
 single 1 | --batch-size 1438 | --batch-size 1438 is larger than the training set (1437 samples)
 single 1 | --accum-steps 65 | --batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65
 ddp 65 |  | --batch-size 64 cannot be cut into 65 devices x 1 accumulation steps; it must be at least 65
+dp 2 | --replicas 3 | --replicas 3: N, or another --replicas, is 2
 spawn 0 |  | --nproc: must be a whole number, at least 1, got 0
 single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such file
 single 1 | --resume TMP | --resume TMP: is a directory; name a file in it
@@ -376,13 +377,20 @@ def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
         check("single", 1, *argv.split())
 
 
-def test_checkpoint_that_no_run_can_take_up_is_refused_by_name(tmp_path):
-    path = tmp_path / "weights.pt"
-    torch.save(WHOLE | {"model": {"conv9.weight": torch.zeros(1)}}, path)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"conv9.weight": torch.zeros(1)}}, "does not fit the model or the optimizer: "),
+        ({"step": -3}, "epoch, step and global step [0, -3, 0] are no position"),
+    ],
+    ids=["weights", "position"],
+)
+def test_checkpoint_that_no_run_can_take_up_is_refused_by_name(change, message, tmp_path):
+    torch.save(WHOLE | change, tmp_path / "other.pt")
     with pytest.raises(common.UsageError) as error:
-        make_run(tmp_path, "--resume", path)
-    message = f"--resume {path}: does not fit the model or the optimizer: "
-    assert message in str(error.value) and "\n" not in str(error.value), "one line"
+        make_run(tmp_path, "--resume", tmp_path / "other.pt")
+    assert f"--resume {tmp_path / 'other.pt'}: {message}" in str(error.value)
+    assert "\n" not in str(error.value), "one line"
 
 
 def test_nothing_to_resume_is_said(tmp_path):

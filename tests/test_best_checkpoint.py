@@ -23,7 +23,8 @@ def test_best_and_kept_checkpoints(tmp_path):
     assert {path.name for path in result.folder.iterdir()} == names
     scores = [line["top1"] for line in result.eval_lines()]
     best = result.checkpoint("best.pt")
-    assert best["best"] == max(scores) and best["epoch"] == scores.index(max(scores)) + 1
+    epoch = scores.index(max(scores)) + 1
+    assert best["best"] == (max(scores), epoch) and best["epoch"] == epoch
     argv = (*SMALL, "--eval-only", "--resume", result.folder / "best.pt")
     evaluated = train("single", 1, *argv, folder=tmp_path / "eval")
     assert evaluated.code == 0, evaluated.err
@@ -53,7 +54,7 @@ def test_end_says_what_is_best_and_how_to_go_on(tmp_path, capsys):
     end_epoch(make_run(tmp_path, "--epochs", 2, "--resume", "auto"), top1=0.1)
     assert capsys.readouterr().out.count("best top1 0.500000, in epoch 1: ") == 1
     end_epoch(make_run(tmp_path / "none", "--epochs", 1), top1=math.nan)
-    assert "best top1" not in capsys.readouterr().out
+    assert "no best.pt: in no epoch top1 and the weights were finite" in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------- the best
@@ -66,8 +67,9 @@ def best_after(folder, scores):
         end_epoch(run, top1=score, top5=1 - score)
         best = run.files.directory / "best.pt"
         loaded = load(best) if best.exists() else {}
-        found.append((loaded.get("epoch"), load(run.files.directory / "last.pt")["best"]))
-        assert loaded.get("best") == found[-1][1]
+        kept = load(run.files.directory / "last.pt")["best"]
+        assert loaded.get("best") == kept and loaded.get("epoch") == (kept and kept[1])
+        found.append((loaded.get("epoch"), kept and kept[0]))
     return found
 
 
@@ -120,7 +122,7 @@ def test_score_that_was_not_saved_is_not_the_best(tmp_path):
     assert (
         load(run.files.directory / "best.pt")["best"]
         == load(run.files.directory / "last.pt")["best"]
-        == 0.75
+        == (0.75, 3)
     )
     assert load(run.files.directory / "best.pt")["epoch"] == 3
 
@@ -135,11 +137,11 @@ def go_back(folder, name, **files):
 
 
 @pytest.mark.parametrize("name", ["first", "other"])
-def test_going_back_makes_another_best(name, tmp_path):
+def test_going_back_takes_the_best_along(name, tmp_path):
     run = go_back(tmp_path, name, of="epoch-0001.pt")
     end_epoch(run, top1=0.4)
     best = load(run.files.directory / "best.pt")
-    assert (best["epoch"], best["best"]) == (2, 0.4), "that of a later epoch is of another run"
+    assert (best["epoch"], best["best"]) == (1, (0.5, 1)), "it goes back too"
 
 
 def test_best_comes_along_to_another_folder(tmp_path):
@@ -147,20 +149,24 @@ def test_best_comes_along_to_another_folder(tmp_path):
     assert load(run.files.directory / "best.pt")["epoch"] == 2
     end_epoch(run, top1=0.4)
     assert load(run.files.directory / "best.pt")["epoch"] == 2
-    assert load(run.files.directory / "last.pt")["best"] == 0.9
+    assert load(run.files.directory / "last.pt")["best"] == (0.9, 2)
 
 
 # ------------------------------------------------------------------------------------ a resumed run
 
 
-def test_best_pt_that_was_deleted_is_written_anew(tmp_path):
-    run = make_run(tmp_path, "--epochs", 50)
-    end_epoch(run, top1=0.5)
-    (run.files.directory / "best.pt").unlink()
-    end(run)
-    run = make_run(tmp_path, "--epochs", 50, "--resume", "auto")
-    end_epoch(run, top1=0.4)
-    assert load(run.files.directory / "best.pt")["epoch"] == 2
+def test_best_pt_that_was_deleted_is_written_anew(tmp_path, capsys):
+    """By the best epoch of those that are left."""
+    for scores, best in (([0.5], 1), ([0.5, 0.3], 3)):
+        run = make_run(tmp_path / str(best), "--epochs", 50)
+        for score in scores:
+            end_epoch(run, top1=score)
+        (run.files.directory / "best.pt").unlink()
+        end(run)
+        run = make_run(tmp_path / str(best), "--epochs", 50, "--resume", "auto")
+        end_epoch(run, top1=0.4)
+        assert load(run.files.directory / "best.pt")["epoch"] == best
+    assert capsys.readouterr().out.count("the best epoch, 1, is not beside") == 1
 
 
 @pytest.mark.full
@@ -170,7 +176,7 @@ def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
     assert straight.checkpoint("best.pt")["epoch"] > 1
     early = straight.folder / "epoch-0001.pt"
     again = train("single", 1, *argv, "--epochs", "1", "--resume", early, folder=tmp_path / "b")
-    assert again.code == 0 and not (again.folder / "best.pt").exists(), "nothing was evaluated"
+    assert again.code == 0 and again.checkpoint("best.pt")["epoch"] == 1
     went_on = train("single", 1, *argv, "--resume", early, folder=tmp_path / "c")
     assert went_on.checkpoint("best.pt")["epoch"] == straight.checkpoint("best.pt")["epoch"]
     assert went_on.checkpoint()["best"] == straight.checkpoint()["best"]
@@ -179,19 +185,20 @@ def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
 def test_lowest_loss_or_a_named_metric_decides(tmp_path):
     """top1 rises with the loss, and top5 falls."""
     losses = [0.5, 0.3, 0.3, float("nan"), 0.4, 0.2]
-    for name, epochs in (("loss", [1, 2, 2, 2, 2, 6]), ("top5", [1, 1, 1, 4, 4, 4])):
+    cases = {"loss": [1, 2, 2, 2, 2, 6], "top5": [1, 1, 1, 4, 4, 4], "top5:min": [1, 2, 3, 3, 5, 6]}
+    for name, epochs in cases.items():
         run, found = make_run(tmp_path / name, "--epochs", 50, "--best", name), []
         for epoch, loss in enumerate(losses):
             top5 = (9, 5, 3, 10, 2, 1)[epoch]
             end_epoch(run, loss=loss, top1=epoch, top5=top5)
             found.append(load(run.files.directory / "best.pt")["epoch"])
         assert found == epochs
-        assert run.state.best == (0.2 if name == "loss" else 10)
+        assert run.state.best == {"loss": (0.2, 6), "top5": (10, 4), "top5:min": (1, 6)}[name]
 
 
 def test_metric_that_the_task_does_not_have_is_refused():
     with pytest.raises(
-        common.UsageError, match="--best f1: no such metric; use one of loss, top1, top5"
+        common.UsageError, match="--best f1:min: no such metric; use one of loss, top1, top5"
     ):
-        check("single", 1, *SMALL, "--best", "f1")
-    check("single", 1, *SMALL, "--best", "top5")
+        check("single", 1, *SMALL, "--best", "f1:min")
+    check("single", 1, *SMALL, "--best", "top5:min")

@@ -1,5 +1,6 @@
 """The files of a checkpoint: what is in them, in which order they appear, and that writing one never loses one."""
 
+import errno
 import functools
 import itertools
 import math
@@ -215,6 +216,23 @@ def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
         end_epoch(run, top1=0.75)
     assert step_in(run.files.directory / "last.pt") == 7
     assert not list(run.files.directory.glob(".*")), "what was begun is gone"
+
+
+def test_file_system_without_locks_and_syncs_of_directories_will_do(tmp_path, monkeypatch, capsys):
+    """Lustre without flock, NFS without lockd, some of FUSE."""
+    fsync = os.fsync
+
+    def lacks(descriptor, *_):
+        if _ or os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+        fsync(descriptor)
+
+    monkeypatch.setattr("fcntl.flock", lacks)
+    monkeypatch.setattr(os, "fsync", lacks)
+    run = make_run(tmp_path)
+    run.save("last.pt")
+    assert step_in(run.files.directory / "last.pt") == 0
+    assert capsys.readouterr().err.count("cannot be locked: Function not implemented") == 1
 
 
 def test_leftover_of_a_killed_save_does_no_harm(tmp_path):

@@ -42,8 +42,8 @@ def come_late(rank):
     """The last rank learns late what rank 0 has found; print when it does, and when each leaves."""
     told, destroy = machinery.run.broadcast_object, dist.destroy_process_group
 
-    def late(value):
-        value = told(value)
+    def late(*arguments):
+        value = told(*arguments)
         if rank == 2:
             time.sleep(0.5)
             print("told", time.monotonic())
@@ -147,6 +147,7 @@ ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all n
         ([ABORTED, FAILED], 1, [], (1, "")),  # NCCL aborts a rank that has lost another one
         ([ABORTED, -9], 1, [], (1, "process 1 was killed by SIGKILL")),
         ([0, ABORTED], 1, [], (1, "process 1 was killed by SIGABRT")),  # no other reason
+        ([0, -37], 1, [], (1, "process 1 was killed by signal 37")),  # one without a name
     ],
 )
 def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(ended, nnodes, received, expected):
@@ -247,10 +248,11 @@ def launches(monkeypatch, tmp_path):
     def launch(endings, *argv, saves=True, signals=()):
         attempts = []
 
-        def start(script, given, devices, attempt):
+        def start(script, given, devices):
             assert script == "train_ddp.py" and devices == 2
-            assert given == [*argv, "--output-dir", str(tmp_path)]
-            attempts.append({"attempt": attempt, **os.environ})
+            auto = ["--resume", "auto"] * len(attempts)
+            assert given == [*argv, *["--output-dir", str(tmp_path)] * 2, *auto]
+            attempts.append({**os.environ})
             if saves:
                 (tmp_path / "last.pt").touch()
 
@@ -273,10 +275,10 @@ def launches(monkeypatch, tmp_path):
 
 def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
     code, attempts = launches([(1, why) for why in ("lost", "", "first", "last")])
-    assert code == 1 and [each["attempt"] for each in attempts] == [0, 1, 2, 3]
-    for name in ("LAUNCH_PID", "TORCHELASTIC_RUN_ID", "LAUNCH_RENDEZVOUS_FILE"):
-        assert len({each[name] for each in attempts}) == 1, "one run of one launcher"
-    assert attempts[0]["LAUNCH_PID"] == str(os.getpid())
+    assert code == 1
+    assert [each["LAUNCH_PID"] for each in attempts] == [str(os.getpid())] * 4
+    places = {each["LAUNCH_RENDEZVOUS_FILE"] for each in attempts}
+    assert len(places) == 4, "where dead ranks have met nobody can"
     for library in ("GLOO", "NCCL"):
         assert attempts[0][f"{library}_SOCKET_IFNAME"] == "lo", "nobody else can reach it"
     causes = ("lost", "a rank failed, as it says above", "first")
@@ -318,13 +320,42 @@ def test_when_the_launcher_restarts(endings, saves, signals, code, launches):
     assert found == code and len(attempts) == len(endings)
 
 
-def test_ranks_meet_in_a_file_of_their_own_after_a_restart(monkeypatch):
-    variables = {"LAUNCH_RENDEZVOUS_FILE": "/tmp/ranks", "RANK": "0", "WORLD_SIZE": "2"}
-    places = set()
-    for attempt in range(3):
-        monkeypatch.setattr(os, "environ", variables | {"TORCHELASTIC_RESTART_COUNT": str(attempt)})
-        places.add(machinery.process.init_method())
-    assert len(places) == 3 and all(place.startswith("file:///tmp/ranks") for place in places)
+def started(program):
+    """Start a Python as a rank of a launch, which listens to signals."""
+    listens = "import signal, time; signal.pthread_sigmask(signal.SIG_SETMASK, ()); "
+    return [subprocess.Popen([sys.executable, "-c", listens + program])]
+
+
+def stop_between_two_attempts(folder):
+    """Be a launcher whose ranks fail, and which gets SIGTERM when it says so."""
+
+    def start(script, argv, devices):
+        signal.pthread_sigmask(signal.SIG_BLOCK, machinery.process.SIGNALS)
+        (folder / "last.pt").touch()
+        return started("time.sleep(100)" if "auto" in argv else "exit(4)")
+
+    machinery.launch.start = start
+    machinery.launch.tell = lambda message: os.kill(os.getpid(), TERM) or print(message)
+    sys.argv = ["launch.py", "ddp", "1", "--output-dir", str(folder)]
+    return machinery.process.run_main(machinery.launch.main)
+
+
+def test_signal_between_two_attempts_is_not_forgotten(tmp_path):
+    ((code, out, _),) = run_processes(
+        [functools.partial(stop_between_two_attempts, tmp_path)], tmp_path
+    )
+    assert code == 143 and "stopped by SIGTERM with nothing to save" in out
+
+
+def fail_unseen():
+    """Be a launcher that a service started, which ignores SIGCHLD so that it gets no zombies."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    wait = functools.partial(machinery.launch.wait_for, nnodes=1, received=[])
+    return machinery.process.run_main(lambda: wait(started("exit(3)"))[0])
+
+
+def test_exit_codes_of_ranks_are_seen_where_sigchld_is_ignored(tmp_path):
+    assert run_processes([fail_unseen], tmp_path)[0][0] == 3
 
 
 @pytest.mark.parametrize("fault", ["raises", pytest.param("is killed", marks=pytest.mark.full)])

@@ -2,12 +2,14 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import multiprocessing
 import os
 import pty
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness import ROOT, TASKS, train
-from patches import BASE, printed
+from patches import BASE, after_step, printed
 
 
 def run_sh(*arguments, cwd, root=ROOT, timeout=200, first_on_path=""):
@@ -136,7 +138,7 @@ def test_python_without_ensurepip_is_told_what_to_install(lacking, tmp_path, mon
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "arguments"),
-    [("dp", [3]), ("spawn", [2, "--nproc", 3])],
+    [("dp", [3]), ("spawn", ["--nproc", 3]), ("spawn", [3, "--nproc", 3])],
 )
 def test_number_of_devices_is_n_or_the_option(mode, arguments, tmp_path):
     finished = run_sh(mode, *arguments, "--batch-size", 1, "--device", "cpu", cwd=tmp_path)
@@ -145,7 +147,8 @@ def test_number_of_devices_is_n_or_the_option(mode, arguments, tmp_path):
 
 
 @pytest.mark.full
-def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
+@pytest.mark.parametrize("tee", [False, True])
+def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tee, tmp_path):
     """Plain lines go to a file; someone who watches gets a bar, and the evaluation lines."""
     terminal, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))  # rows, columns
@@ -155,7 +158,9 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
         *"--epochs 2 --log-every 5 --output-dir".split(),
         str(tmp_path / "run"),
     ]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs, close_fds=True)
+    with open(tmp_path / "log", "w") as log:
+        stdout = log if tee else theirs
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=stdout, stderr=theirs)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # how a terminal says that the other side has closed
@@ -164,11 +169,58 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tmp_path):
     os.close(terminal)
     assert process.wait(60) == 0
     text = shown.decode()
+    if tee:
+        assert "step 5/22" in (tmp_path / "log").read_text(), "the lines go where no bar is"
+        return
     bars = [part for part in re.split(r"[\r\n]", text) if part.startswith("epoch 2/2:")]
     assert any(
         re.search(r"\d+/22 .*loss \d\.\d+ .* lr 0\.\d+  \d+ images/s", bar) for bar in bars
     ), text
     assert "step 5/22" not in text and len(eval_lines(text)) == 2
+
+
+# ------------------------------------------------------------------- what becomes of what is printed
+
+
+def break_output(kind, rank):
+    """Let stdout and stderr be of no use, and let Ctrl-C come in the eighth step."""
+    if kind == "closed at the start":
+        for number in (1, 2):
+            os.close(number)
+        sys.stdout = sys.stderr = None
+    elif kind == "closed later":
+        after_step(3, lambda: (sys.stdout.close(), sys.stderr.close()))
+    elif kind == "ascii":
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(encoding="ascii")
+    else:
+        reader, pipe = os.pipe()
+        os.close(reader)
+        broken = os.open("/dev/full", os.O_WRONLY) if kind == "full" else pipe
+        for number in (1, 2):
+            os.dup2(broken, number)
+    after_step(8, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+@pytest.mark.parametrize("kind", ["full", "gone", "closed at the start", "closed later", "ascii"])
+def test_what_cannot_be_printed_ends_no_run(kind, tmp_path):
+    """`| tee log` and Ctrl-C, `| head`, `> /dev/full`, `>&- 2>&-`, a metric named in Chinese."""
+    argv = (*BASE, "--task", str(TASKS / "chinese.py"), "--log-every", "1")
+    patch = functools.partial(break_output, kind)
+    result = train("ddp", 2, *argv, folder=tmp_path / "été", patch=patch)
+    assert result.code == 130, result.err
+    assert result.checkpoint()["global_step"] >= 8 == result.train_lines()[7]["global_step"]
+    assert "准确率" in result.eval_lines()[0], "in the files nothing changes"
+    assert kind != "ascii" or "\\u51c6\\u786e\\u7387 0." in result.out
+
+
+def test_exit_code_does_not_depend_on_the_last_words(tmp_path):
+    """Python itself ends with 120 if it cannot write at its end what is left."""
+    argv = ["--task", str(TASKS / "small.py"), *"--epochs 2 --batch-size 30 --output-dir".split()]
+    command = [sys.executable, str(ROOT / "train_single.py"), *argv, str(tmp_path / "run")]
+    with open("/dev/full", "w") as full:
+        finished = subprocess.run(command, stdout=full, stderr=full, timeout=120)
+    assert finished.returncode == 0 and (tmp_path / "run" / "last.pt").exists()
 
 
 # -------------------------------------------------------------------------- what the launcher tells

@@ -106,6 +106,17 @@ def test_two_hosts_are_one_device(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.netns
+def test_hosts_may_have_ipv6_alone(tmp_path):
+    """And names that lead to the loopback, so that gloo by itself would listen there."""
+    with two_hosts(own_names=False, addresses=("fd00::1", "fd00::2")) as hosts:
+        commands = [spawn("[fd00::1]", rank) for rank in range(2)]
+        with job(hosts, tmp_path, commands, *BASE) as nodes:
+            assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
+    assert_is_that_of_one_device(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.netns
 def test_lost_node_ends_the_job_which_goes_on_later(tmp_path):
     """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
     with two_hosts(own_names=False) as hosts:
@@ -295,7 +306,9 @@ def test_several_nodes_are_checked_before_anything_is_started(
 def test_name_that_is_the_loopback_here_is_refused(monkeypatch):
     """As Debian's /etc/hosts has it for the host's own name: the first node would listen where no other node comes."""
     hosts = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, port: [(0, 0, 0, "", (hosts[host], 0))])
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda host, port, type: [(0, 0, 0, "", (hosts[host], 0))]
+    )
     for name in ("localhost", "127.0.0.1"):
         machinery.process.check_address("--dist-url X", name, 29500, 1, 2)
     machinery.process.check_address(

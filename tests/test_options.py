@@ -94,7 +94,6 @@ DEFAULTS = {
     "timeout": 600,
     "best": None,
     "seed": 0,
-    "output_dir": None,
     "resume": None,
     "save_every": None,
     "keep_every": None,
@@ -117,7 +116,8 @@ def test_defaults():
         "task_options",
         "free_task_options",
         "eval_batch_size",
-    }  # the last depends on others
+        "output_dir",
+    }  # the last two depend on others
 
 
 RANGES = {  # the first and the last that are accepted; what is just outside
@@ -143,16 +143,34 @@ def test_ranges(name):
             make_args("single", f"--{name}={text}")
 
 
-def test_folder_of_a_run_without_a_name(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    options = machinery.cli.run_options(make_args("single", "--task", "images"))
-    folder = machinery.run.output_directory(options["output_dir"], options["name"])
-    assert folder.parent == Path("runs")
+def test_folder_of_a_run_without_a_name(tmp_path, monkeypatch):
+    """It is new also if torchrun's run id is that of another run, or left over."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    folder = Path(make_args("ddp", "--task", "images").output_dir)
+    assert folder.parent == tmp_path / "runs"
     assert re.fullmatch(rf"images-\d{{8}}-\d{{6}}-{os.getpid()}", folder.name)
-    for run_id, unique in (("none", str(os.getpid())), ("job-7", "job-7")):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-        assert machinery.run.output_directory(None, "flowers").name.endswith(f"-{unique}")
-    assert machinery.run.output_directory("here", "flowers") == Path("here")
+
+
+def test_paths_are_those_of_the_start(tmp_path, monkeypatch):
+    """A task may change the directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "a.pt"):
+        Path(name).touch()
+    args = make_args(
+        "single", *"--task mine.py --resume a.pt --weights a.pt --output-dir d".split()
+    )
+    found = [args.task, args.resume, args.weights, args.output_dir]
+    assert found == [str(tmp_path / name) for name in ("mine.py", "a.pt", "a.pt", "d")]
+
+
+def test_ranks_of_torchrun_forget_the_launcher_around_it(monkeypatch):
+    """A sweep that runs within a rank of run.sh: its ranks would meet those of the outer run."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "LAUNCH_PID": "1"}
+    environment["LAUNCH_RENDEZVOUS_FILE"] = "/tmp/outer"
+    monkeypatch.setattr(os, "environ", environment)
+    make_args("ddp")
+    assert machinery.process.init_method() == "env://"
 
 
 # ----------------------------------------------------------------------- what may differ, and where

@@ -504,7 +504,7 @@ def test_pitfall_40_two_launchers_are_one_job(tmp_path):
     assert deviation(torch.load(tmp_path / "spawn" / "last.pt")["model"], reference) <= 1e-10
 
 
-def print_ranks_of_slurm():
+def print_ranks_of_slurm(number="0"):
     job = {
         "PROCID": "5",
         "LOCALID": "1",
@@ -517,6 +517,7 @@ def print_ranks_of_slurm():
         "STEP_NUM_TASKS": "7",
         "STEP_NODELIST": "gpu[07-09,12],login",
         "STEP_TASKS_PER_NODE": "4,3",
+        "STEP_ID": number,
     }
     os.environ.update({f"SLURM_{name}": value for name, value in job.items()})
     machinery.cli.parse_args("ddp", [])
@@ -535,6 +536,8 @@ def test_pitfall_40_ranks_from_slurm():
     """Under `srun` every task believes to be rank 0 of 1: SLURM names ranks by other variables than torchrun."""
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()
     assert in_process(print_ranks_of_slurm).split() == ["5", "1", "7", "3", "gpu07", "24711"]
+    second = in_process(functools.partial(print_ranks_of_slurm, "2")).split()
+    assert second[-1] == "26705", "beside another step of the same job"
 
 
 # ----------------------------------------------------------------------------------------------- 41

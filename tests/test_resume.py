@@ -3,7 +3,6 @@
 import functools
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from harness import (
     walk,
 )
 from patches import BASE, call_in_task, stop_after, without_speed, wrap_in_task
-from runs import end, make_run, make_step, start_epoch
+from runs import end, end_epoch, make_run, make_step, start_epoch
 from short_runs import EVERYTHING, SMALL
 from torch import nn
 
@@ -93,32 +92,23 @@ def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
     )
 
 
-def test_restarted_process_goes_on_or_begins_anew(tmp_path, monkeypatch, handlers):
-    """What a launcher starts again goes on without --resume, in the directory of the first attempt."""
+def test_resume_auto_goes_on_or_begins_anew(tmp_path, monkeypatch, handlers):
     first = make_run(tmp_path)
     start_epoch(first)
     make_step(first, [1.0])
     first.save("last.pt", "best.pt")
     end(first)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun's, maybe left over
     find, folder = machinery.run.find_checkpoint, tmp_path / "run"
-    path, found = find(folder, None)
+    assert find(folder, None) == (None, None)
+    path, found = find(folder, "auto")
     assert found["global_step"] == 1 and path == folder / "last.pt"
-    assert find(tmp_path / "empty", None) == (None, None)
+    assert find(tmp_path / "empty", "auto") == (None, None)
     best = tmp_path / "best alone" / "best.pt"
     best.parent.mkdir()
     shutil.copy(folder / "best.pt", best)
     with pytest.raises(common.UsageError, match=r"no last\.pt in .*best alone, but best\.pt"):
-        find(best.parent, None)  # which a new run would overwrite
-    assert find(folder, str(best))[0] == folder / "last.pt", "which is later"
-    assert find(folder, str(best), True)[0] == best, "an evaluation is of the file it names"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun without --rdzv-id
-    first.output_dir = None
-    with pytest.raises(common.UsageError, match="--output-dir is needed for torchrun"):
-        first.resume()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    assert machinery.run.output_directory(None, "digits") == Path("runs/digits-one")
+        find(best.parent, "auto")  # which a new run would overwrite
 
 
 # ---------------------------------------------------------------------- the same run or another one
@@ -172,6 +162,7 @@ def test_more_epochs_follow_the_longer_schedule_from_the_first_step(finished, tm
 def test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were(tmp_path, handlers):
     """Without a check before the run, or when the task has changed since."""
     run = make_run(tmp_path, "--log-every", "1", "--keep-every", "1")
+    end_epoch(run)  # it is the best
     start_epoch(run)
     make_step(run, [1.0])
     run.save("early.pt")
@@ -180,9 +171,11 @@ def test_checkpoint_that_does_not_fit_leaves_the_files_as_they_were(tmp_path, ha
     folder = run.files.directory
     machinery.process.at_end.close()  # its lock
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(common.UsageError, match="does not fit the model or the optimizer"):
-        make_run(tmp_path, "--resume", folder / "early.pt", net=nn.Linear(3, 2).double())
-    machinery.process.at_end.close()
+    for other in (tmp_path, tmp_path / "other"):
+        with pytest.raises(common.UsageError, match="does not fit the model or the optimizer"):
+            make_run(other, "--resume", folder / "early.pt", net=nn.Linear(3, 2).double())
+        machinery.process.at_end.close()
+    assert not list((tmp_path / "other").rglob("*.pt")), "it would be in the way of the next try"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     make_run(tmp_path, "--resume", folder / "early.pt")
     assert (folder / "last.pt").read_bytes() != before["last.pt"], "one that fits takes its place"

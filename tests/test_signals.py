@@ -4,11 +4,13 @@ import functools
 import itertools
 import multiprocessing
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -25,7 +27,11 @@ import machinery.process
 import machinery.run
 
 OPTIONS = f"--task {TASKS / 'small.py'} --batch-size 30 --epochs 10000 --log-every 6".split()
-CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 0}
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 0}
+# Of a launcher and a SLURM step around this one, half of them empty
+LEFT_OVER = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "other", "LAUNCH_PID": "1"}
+LEFT_OVER |= {"RANK": "7", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "0", "SLURM_CPUS_ON_NODE": ""}
+LEFT_OVER |= {"LAUNCH_RENDEZVOUS_FILE": "/tmp/none", "PYTHONSAFEPATH": "1"}
 LAUNCHES = {
     "single": ["bash", "run.sh", "single", *OPTIONS],
     "spawn": ["bash", "run.sh", "spawn", "2", *OPTIONS],
@@ -45,13 +51,17 @@ def assert_only_this_machine_can_reach(launch):
     [
         pytest.param("single", 0, signal.SIGTERM.value, marks=pytest.mark.full),
         ("ddp", 2, signal.SIGUSR1.value),
+        pytest.param("spawn", 0, signal.SIGHUP.value, marks=pytest.mark.full),
     ],
 )
 def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, number, tmp_path):
     """Of a launcher of spawned processes: pitfall 39."""
-    with Launch(LAUNCHES[mode], tmp_path, "--workers", str(workers)) as launch:
+    with Launch(LAUNCHES[mode], tmp_path, "--workers", str(workers), **LEFT_OVER) as launch:
         launch.wait_for("epoch 3/.* step 6/6")
         assert_only_this_machine_can_reach(launch)
+        if mode == "ddp":  # docs/hang.md
+            known = [re.search(r"\0RANK=(\d)\0", read(pid, "environ"))[1] for pid in launch.ranks()]
+            assert known == ["0", "1"]
         launch.process.send_signal(number)
         assert launch.end() == CODES[number], launch.errors()
         saved = launch.checkpoint()
@@ -209,9 +219,9 @@ def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
 # ---------------------------------------------------------------------------------- several signals
 
 
-USR1, INT, TERM = signal.SIGUSR1, signal.SIGINT, signal.SIGTERM
-# the weakest first: SLURM's warning, the user, the system
-BY_STRENGTH = {USR1: 0, INT: 130, TERM: 143}
+USR1, HUP, INT, TERM = signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+# the weakest first: SLURM's warning, the terminal, the user, the system
+BY_STRENGTH = {USR1: 0, HUP: 129, INT: 130, TERM: 143}
 
 
 def strongest(numbers):
@@ -231,7 +241,7 @@ def agree_on(numbers, wait=False):
 
 def check_ranks():
     for numbers in [
-        *itertools.permutations(BY_STRENGTH),
+        *itertools.permutations(BY_STRENGTH, 3),
         (TERM, None, None),
         (None, None, USR1),
         (INT, USR1, None),
@@ -254,7 +264,7 @@ def signals_after_step_3(numbers, rank):
 
 @pytest.mark.parametrize(
     ("mode", "numbers", "winner"),
-    [("single", [(TERM, USR1)], TERM), ("spawn", [(USR1,), (USR1, INT)], INT)],
+    [("single", [(TERM, USR1)], TERM), ("spawn", [(USR1,), (HUP, USR1)], HUP)],
 )
 def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tmp_path):
     patch = functools.partial(signals_after_step_3, numbers)
@@ -265,6 +275,63 @@ def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tm
     message = f"stopped by {winner.name} after saving step {step} (exit code {BY_STRENGTH[winner]})"
     said = [line for line in result.err.splitlines() if "stopped by" in line]
     assert said and all(line.endswith(message) for line in said), result.err
+
+
+def hang_up(rank):
+    signal.signal(HUP, signal.SIG_IGN)  # as nohup starts a program
+    after_step(3, functools.partial(interrupt, HUP))
+
+
+def test_signal_that_nohup_ignores_stays_ignored(tmp_path):
+    result = train("ddp", 2, *BASE, folder=tmp_path, patch=hang_up)
+    assert result.code == 0 and result.checkpoint()["global_step"] == 18, result.err
+
+
+@pytest.mark.full
+def test_run_whose_terminal_is_closed_is_saved(tmp_path):
+    """Then nothing can be printed, and the loader workers get the signal too."""
+    options = [*OPTIONS, "--workers", "1", "--output-dir", str(tmp_path / "run")]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, str(ROOT / "train_single.py"), *options])
+    shown = b""
+    while b"epoch 2/" not in shown:
+        shown += os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 6
+
+
+FIRST = """
+import os, signal
+from machinery.process import run_main
+raise SystemExit(run_main(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0))
+"""
+
+
+def test_signal_before_training_ends_the_first_process_of_a_container():
+    """By default the system ends PID 1 by no signal."""
+    container = ["unshare", "--pid", "--fork", sys.executable, "-c"]
+    if subprocess.run([*container, ""], capture_output=True).returncode:
+        pytest.skip("needs root and a PID namespace")
+    assert subprocess.run([*container, FIRST], cwd=ROOT, timeout=120).returncode == 143
+
+
+def slow_disk(rank):
+    """The save of a stop takes longer than --timeout."""
+    save = machinery.run.save_checkpoint
+
+    def slow(checkpoint, *paths):
+        time.sleep(4 if checkpoint["step"] == 3 else 0)
+        save(checkpoint, *paths)
+
+    machinery.run.save_checkpoint = slow
+    after_step(2, functools.partial(interrupt, TERM))
+
+
+def test_ranks_wait_for_a_save_longer_than_for_each_other(tmp_path):
+    result = train("ddp", 2, *BASE, "--timeout", "2", folder=tmp_path, patch=slow_disk)
+    assert result.code == 143 and result.checkpoint()["step"] == 3, result.err
 
 
 def test_stop_that_could_not_be_saved_says_so(handlers, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Tasks and programs of users: what is unusual but right gives the right result, what cannot be right is refused by name."""
 
 import functools
+import gc
 import importlib
 import os
 import random
@@ -57,9 +58,10 @@ def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
 
 
 def surroundings():
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    numbers = machinery.process.SIGNALS
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    return [signal.getsignal(number) for number in numbers], mask, dict(os.environ)
+    handlers = [signal.getsignal(number) for number in numbers]
+    return handlers, mask, dict(os.environ), sys.stdout, sys.stderr
 
 
 def call_main_again_and_again(folder):
@@ -90,8 +92,14 @@ def call_main_again_and_again(folder):
     thread.start()
     thread.join()
     assert ends == [0, 2, 0, 0, 2], ends
-    handlers, _, environment = seen[0]
+    handlers, _, environment, *_ = seen[0]
     assert handlers != before[0] and environment != before[2], "or this would prove nothing"
+    files = []
+    for _ in range(3):
+        call("single", "--workers", "1")
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert files[1] == files[2], "the pipes of the workers are closed"
 
 
 @pytest.mark.full
@@ -406,7 +414,7 @@ def test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode(whole, tmp_
     lines = [{k: line[k] for k in ("top1", "macro_f1", "ordered")} for line in single.eval_lines()]
     assert 0.02 < lines[0]["macro_f1"] < lines[1]["macro_f1"] < 1 and lines[0]["ordered"] > 100
     assert lines[1]["macro_f1"] != lines[1]["top1"]
-    assert single.checkpoint("best.pt")["best"] == lines[1]["macro_f1"]
+    assert single.checkpoint("best.pt")["best"][0] == lines[1]["macro_f1"]
     options = (*whole, "--eval-only", "--resume", single.folder / "best.pt", "--best", "macro_f1")
     for mode, n in (("dp", 3), ("ddp", 3), ("spawn", 2)):
         result = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")

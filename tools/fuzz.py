@@ -59,7 +59,7 @@ SIDE_BY_SIDE = 2
 MODES = [("single", 1), ("dp", 2), ("dp", 3)]
 MODES += [(mode, n) for mode in ("ddp", "spawn", "fsdp") for n in (1, 2, 3)]
 MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2, 1, 3, 2]
-SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 0}
+SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 0}
 RANKS = ("ddp", "spawn", "fsdp")
 DDP = ("ddp", "spawn")  # modes that compute the same bits
 CYCLES = ("cyclic", "sawtooth")
@@ -609,12 +609,12 @@ class Runs:
         expect(("best.pt" in names) == bool(finite), "state", f"best.pt and the scores {scores}")
         most = choose(finite, default=None)
         # Equal up to the rounding of another number of ranks: the first of them is the best.
-        best = next((s for s in finite if abs(s - most) <= 1e-12 * abs(s)), None)
+        score = next((s for s in finite if abs(s - most) <= 1e-12 * abs(s)), None)
+        best = (score, scores.index(score) + 1) if finite else None
         expect(last["best"] == best, "state", f"best is {last['best']}, not {best}")
         if finite:
             epoch = load(folder / "best.pt")["epoch"]
-            right = epoch == scores.index(best) + 1
-            expect(right, "state", f"best.pt is of epoch {epoch}: {scores}")
+            expect(epoch == best[1], "state", f"best.pt is of epoch {epoch}: {scores}")
 
     def compare_with_one_device(self, undisturbed: harness.Result) -> None:
         trial = self.trial
