@@ -150,7 +150,7 @@ class KeyedDataset(Dataset):
     also work behind a wrapper like Subset.
 
     A sample that raises OSError ends the run; with `skip_corrupt` the next readable one takes its
-    place.
+    place, but not in a batch that the data set itself has made.
     """
 
     # A hash of (seed, epoch) of the batch that this process is fetching. It is kept on the class,
@@ -177,19 +177,15 @@ class KeyedDataset(Dataset):
         return self._batch(indices)
 
     def _batch(self, indices: list[int]) -> Any:
-        if not self.whole_batches:
-            return self.collate([self._first_readable(index)[1] for index in indices])
-        try:
+        if self.whole_batches:
             return self.dataset.__getitems__(indices)
-        except OSError:
-            readable = [self._first_readable(index)[0] for index in indices]
-            return self.dataset.__getitems__(readable)
+        return self.collate([self._first_readable(index) for index in indices])
 
-    def _first_readable(self, first: int) -> tuple[int, Any]:
+    def _first_readable(self, first: int) -> Any:
         for index in itertools.chain(range(first, len(self.dataset)), range(first)):
             seed_generators(sample_key(index))
             try:
-                return index, self.dataset[index]
+                return self.dataset[index]
             except OSError as error:
                 problem = f"sample {index} cannot be read: {error}"
                 if not self.skip_corrupt:
