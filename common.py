@@ -984,7 +984,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = read_tensors(path, "--resume")
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
-    position = [checkpoint[name] for name in ("epoch", "step", "global_step")]
+    position = [checkpoint.get(name) for name in ("epoch", "step", "global_step")]
     if not all(type(number) is int and number >= 0 for number in position):
         raise UsageError(f"--resume {path}: epoch, step and global step {position} are no position")
     return checkpoint

@@ -261,36 +261,29 @@ def check_tensors(net: nn.Module, where: str, mode: str) -> None:
             raise UsageError(f"{where}: {name} is expanded and cannot be loaded; clone it")
 
 
-# They read the weights of their parts without calling them.
-READ_THEIR_PARTS = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they have no forward
 
 
 def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
-    They are the topmost modules with at most an eighth of the parameters, or without parts of their
-    own. Left out are modules with less than 1/256 of them, and modules of vectors alone: torch
-    warns that a norm returns a view, which must not be changed. Of a module that shares a weight
-    with another, the parts are looked at.
+    They are the highest modules with at most an eighth of the parameters, or with no list of blocks
+    in them. Left out are shared weights, and modules of vectors alone: torch warns that a norm
+    returns a view, which must not be changed.
     """
-    total = sum(parameter.numel() for parameter in net.parameters())
+    eighth = sum(parameter.numel() for parameter in net.parameters()) / 8
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
-    containers = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
-
-    def visit(module: nn.Module) -> list[nn.Module]:
-        size = sum(parameter.numel() for parameter in module.parameters())
-        too_small = 256 * size < total
-        if too_small or all(parameter.dim() < 2 for parameter in module.parameters()):
-            return []
-        parts = [] if isinstance(module, READ_THEIR_PARTS) else [*module.children()]
-        too_large = parts and 8 * size > total
-        inside = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-        shares_a_weight = any(uses[key] > times for key, times in inside.items())
-        if isinstance(module, containers) or too_large or shares_a_weight:
-            return [found for part in parts for found in visit(part)]
-        return [module]
-
-    return [module for child in net.children() for module in visit(child)]
+    found, parts = [], [*net.children()]
+    while parts:
+        part = parts.pop(0)
+        own = [*part.parameters()]
+        blocks = any(isinstance(module, (*LISTS, nn.Sequential)) for module in part.modules())
+        too_large = blocks and sum(p.numel() for p in own) > eighth
+        if too_large or isinstance(part, LISTS) or any(uses[id(p)] > 1 for p in own):
+            parts = [*part.children(), *parts]
+        elif any(p.dim() > 1 for p in own):
+            found.append(part)
+    return found
 
 
 # --------------------------------------------------------------------------- the check before a run

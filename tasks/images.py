@@ -135,11 +135,8 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
         raise UsageError(f"--data-dir {root}: needs {wanted}")
     size = args.image_size or DATASETS["imagefolder"][1]
     try:
-        if size < 64:
-            train, val = SmallImages(root / "train", size, size // 8), SmallImages(folder, size)
-        else:
-            train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
-            val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
+        train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
+        val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
     except FileNotFoundError as error:  # no class, or a class without an image
         raise UsageError(f"--data-dir {root}: {error}") from error
     if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
@@ -150,7 +147,10 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
 
 
 def pipeline(size: int, training: bool) -> v2.Transform:
-    """Return the transforms of a photograph."""
+    """Return the transforms of an image file: a small one is shown whole, a photograph cropped."""
+    if size < 64:
+        moved = [v2.RandomCrop(size, size // 8), v2.RandomHorizontalFlip()] if training else []
+        return v2.Compose([v2.Resize([size, size]), *moved])
     if training:
         return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
     return v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size)])
@@ -169,29 +169,6 @@ def read_image(path: str) -> Tensor:
         raise OSError(f"{path}: {error}") from None
 
 
-def windows_of(images: Tensor, shift: int) -> np.ndarray:
-    """Return all windows [H, W] of images [N, C, H, W] padded by `shift`.
-
-    The result is a view [N, C, 2 shift + 1, 2 shift + 1, H, W].
-    """
-    padded = F.pad(images, (shift,) * 4) if shift else images
-    side = tuple(images.shape[-2:])
-    return np.lib.stride_tricks.sliding_window_view(padded.numpy(), side, axis=(2, 3))
-
-
-def shift_and_flip(windows: np.ndarray, index: np.ndarray, draws: np.ndarray, flip: bool) -> Tensor:
-    """Return [n, C, H, W]: a window of each image of `index`, mirrored or not.
-
-    draws [n, 3] in [0, 1) decide. numpy is faster here: it copies row by row, torch pixel by pixel.
-    """
-    rows, columns = (draws[:, :2] * windows.shape[2]).astype(int).T  # of a window's corner
-    images = windows[index, :, rows, columns]
-    if flip:
-        mirrored = draws[:, 2] < 0.5
-        images[mirrored] = images[mirrored, ..., ::-1]
-    return torch.from_numpy(images)
-
-
 class ImagesInMemory(Dataset):
     """Images uint8 [N, C, H, W] and labels int64 [N] -> (uint8 [C, H, W], int64 []).
 
@@ -202,7 +179,12 @@ class ImagesInMemory(Dataset):
     in_memory = True  # loader workers would only copy
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
-        self.targets, self.windows, self.flip = labels, windows_of(images, shift), flip
+        self.targets, self.flip = labels, flip
+        padded = F.pad(images, (shift,) * 4) if shift else images
+        side = tuple(images.shape[-2:])
+        # All windows of the padded images: a view [N, C, 2 shift + 1, 2 shift + 1, H, W].
+        view = np.lib.stride_tricks.sliding_window_view
+        self.windows = view(padded.numpy(), side, axis=(2, 3))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -213,33 +195,13 @@ class ImagesInMemory(Dataset):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         draws = keyed_uniform(indices, 3)
-        images = shift_and_flip(self.windows, np.asarray(indices), draws, self.flip)
-        return images, self.targets[indices]
-
-
-class SmallImages(datasets.ImageFolder):
-    """Image files, resized to less than 64 pixels -> (uint8 [3, size, size], int64 []).
-
-    They are shifted and mirrored as a whole batch: one by one would take six times as long.
-    """
-
-    whole_batches = True
-
-    def __init__(self, root: Path, size: int, shift: int = 0) -> None:
-        super().__init__(root, loader=read_image)
-        self.frame, self.shift = [size, size], shift
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, targets = self.__getitems__([int(index)])
-        return images[0], targets[0]
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        images = [self.loader(self.samples[index][0]) for index in indices]
-        batch = torch.stack([v2.functional.resize(image, self.frame) for image in images])
-        if self.shift:
-            draws, rows = keyed_uniform(indices, 3), np.arange(len(indices))
-            batch = shift_and_flip(windows_of(batch, self.shift), rows, draws, flip=True)
-        return batch, torch.tensor([self.targets[index] for index in indices])
+        rows, columns = (draws[:, :2] * self.windows.shape[2]).astype(int).T  # of window's corners
+        # numpy is faster here: it copies row by row, torch pixel by pixel.
+        images = self.windows[np.asarray(indices), :, rows, columns]
+        if self.flip:
+            mirrored = draws[:, 2] < 0.5
+            images[mirrored] = images[mirrored, ..., ::-1]
+        return torch.from_numpy(images), self.targets[indices]
 
 
 # ------------------------------------------------------------------------------------------ models

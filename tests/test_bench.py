@@ -114,7 +114,7 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
     def batches():
         while True:
             time.sleep(0.02)
-            yield batch
+            yield [batch]
 
     settings = Namespace(steps=3, repeats=2, profile=False)
     with pytest.raises(machinery.process.Stopped):

@@ -225,8 +225,14 @@ def test_parts_that_are_sharded_each_for_itself():
     large, small, norm = nn.Linear(100, 60), nn.Linear(2, 2), nn.LayerNorm(300)
     few = [nn.Linear(20, 20), nn.Linear(20, 20)]
     net = nn.Sequential(nn.ModuleList(blocks), nn.ModuleList(few), tied, other, large, small, norm)
-    assert machinery.usertask.large_modules(net) == [*blocks, *few, large], (
-        "no list, which has no forward; not what shares a weight; not what is small; no norm"
+    assert machinery.usertask.large_modules(net) == [*blocks, *few, large, small], (
+        "no list, which has no forward; not what shares a weight; no norm"
+    )
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    wrapper = nn.Module()
+    wrapper.encoder = nn.TransformerEncoder(layer, 2)
+    assert machinery.usertask.large_modules(wrapper) == [*wrapper.encoder.layers], (
+        "a layer reads the weights of its parts without calling them"
     )
     assert machinery.usertask.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
 

@@ -129,7 +129,8 @@ def take_turns(
     memory = device.type == "cuda" and torch.cuda.max_memory_allocated(device)
     found["device_mib"] = memory / 2**20 if memory else None
     found["gradient_bytes"] = sum(p.numel() * p.element_size() for p in trained)  # of the whole
-    batch = [torch.cat(parts) for parts in zip(*next(batches))]  # of all micro-batches
+    micro_batches = next(batches)
+    batch = [torch.cat(parts) for parts in zip(*micro_batches)]
     bare = bare_step(mode, run, *batch)
     before = bytes_sent()
     yield from window(bare)

@@ -500,6 +500,9 @@ mutant("sync-bn: nothing gathered without gradients", "machinery/modes", "with t
        f"{SYNC_BN}[3]")
 mutant("fsdp: rows of another size", "machinery/modes", "shape = (world_size // shard_size, shard_size)", "shape = (shard_size, world_size // shard_size)",
        "test_each_rank_holds_its_share")
+mutant("fsdp: a wrapper is one part", "machinery/usertask", "if too_large or isinstance(part, LISTS)", "if isinstance(part, LISTS)",
+       "test_parts_that_are_sharded_each_for_itself")
+mutant("fsdp: a shared weight is cut", "machinery/usertask", "any(uses[id(p)] > 1 for p in own)", "False", "test_parts_that_are_sharded_each_for_itself")
 mutant("fsdp: a rank is missing in the last forward", "machinery/modes", ".missing):", ".missing * 0):", f"{SHARDED}[-3]")
 
 # machinery/cli.py
