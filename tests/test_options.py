@@ -152,6 +152,15 @@ def test_folder_of_a_run_without_a_name(tmp_path, monkeypatch):
     assert re.fullmatch(rf"images-\d{{8}}-\d{{6}}-{os.getpid()}", folder.name)
 
 
+def test_evaluation_may_read_the_directory_of_a_run_that_it_cannot_write_to(tmp_path, monkeypatch):
+    (tmp_path / "best.pt").touch()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    directory = ["--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt")]
+    make_args("single", "--eval-only", *directory)
+    with pytest.raises(common.UsageError, match="cannot write"):
+        make_args("single", *directory)
+
+
 def test_paths_are_those_of_the_start(tmp_path, monkeypatch):
     """A task may change the directory."""
     monkeypatch.chdir(tmp_path)

@@ -249,6 +249,7 @@ FAULTS = [
     sent("SIGKILL", "the launcher", signal_launcher, {137}),
     Fault("SIGKILL within a save", kill_in_save, {137}, prepare=watch),
     sent("SIGTERM", "the launcher", signal_launcher, {143}),
+    sent("SIGHUP", "the launcher", signal_launcher, {129}),
     sent("SIGTERM", "one rank", signal_rank, {143}),
     sent("SIGTERM", "all processes", signal_all, {143}),
     sent("SIGINT", "all processes", signal_all, {130}),
@@ -368,7 +369,7 @@ class Trial:
         at_rank = getattr(self.fault.inflict, "func", None) is signal_rank
         killed = code == 1 and at_rank and not begun  # a rank that does not listen to signals yet
         expect(done or killed or code in self.fault.codes, f"exit code {code}")
-        if self.fault.codes <= {0, 130, 138, 143}:
+        if self.fault.codes <= {0, 129, 130, 138, 143}:
             # torch takes seconds to import
             importing = 130 in self.fault.codes and not begun and "KeyboardInterrupt" in errors
             quiet = killed or importing or "Traceback" not in errors
