@@ -1,4 +1,4 @@
-"""The commands of docs/examples.md, on small data sets of the same formats."""
+"""The commands of docs/recipes.md and docs/copy.md, on small data sets of the same formats."""
 
 import re
 import shlex
@@ -10,8 +10,8 @@ import pytest
 import torch
 from harness import ROOT, train
 
-PAGE = (ROOT / "docs" / "examples.md").read_text()
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+SECTIONS = dict(re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
 MADE = [name for name, text in SECTIONS.items() if "```console" in text]
 SMALLER = {"--epochs": "3", "--batch-size": "6", "--workers": "0"}
 SMALLER |= {"--device": "cpu", "--image-size": "64"}
@@ -41,7 +41,7 @@ def launch(command, folder, **changes):
 def test_command_for_real_data_runs(name, tmp_path):
     """On a small data set of the same format, with a small network, for three epochs."""
     commands, data = commands_of(SECTIONS[name], "bash"), tmp_path / "data"
-    kind = {"Detection": "boxes", "Pose of several people": "people"}.get(name, "flowers")
+    kind = {"Detection": "boxes", "Pose": "people"}.get(name, "flowers")
     made_data.main(kind, data, 12, 6)
     made_data.main("weights", tmp_path / "start.pth")
     changes = SMALLER | {"--data-dir": str(data), "--output-dir": str(tmp_path / "0")}
@@ -67,14 +67,14 @@ def test_command_for_real_data_runs(name, tmp_path):
 
 @pytest.mark.full
 def test_script_on_one_page_by_torchrun(tmp_path):
-    section = SECTIONS["DDP on one page"]
-    ((program, *argv),) = commands_of(section, "bash")
+    page = (ROOT / "docs" / "copy.md").read_text()
+    ((program, *argv),) = commands_of(page, "bash")
     assert program == "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", *argv[:-1], str(tmp_path / argv[-1])]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
     result = subprocess.run(command, **options)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("accuracy") == 10
-    (shown,) = re.findall(r"accuracy ([\d.]+)\n```", section)
+    (shown,) = re.findall(r"accuracy ([\d.]+)`", page)
     reached = float(result.stdout.split()[-1])
     assert reached == pytest.approx(float(shown), abs=0.03) and reached > 0.85

@@ -47,7 +47,7 @@ def test_slices_in_the_picture_are_those_of_the_samplers():
     assert sizes == [[8, 8]] * 3 + [[7, 7]]
     fills = [rect.get("fill") for rect in elements("batch", "rect") if rect.get("height") == "24"]
     assert [len(list(run)) for _, run in itertools.groupby(fills)] == [8, 8, 8, 7] * 2
-    readme = " ".join((ROOT / "README.md").read_text().split())
+    readme = (ROOT / "README.md").read_text()
     assert "`--batch-size 62 --accum-steps 2` on 4 ranks" in readme and "8, 8, 8 and 7" in readme
 
 

@@ -1,11 +1,11 @@
-"""The programs of docs/recipes.md run, pass the check before a run, and are exact."""
+"""The programs of examples/recipes/ run, pass the check before a run, and are exact."""
 
 import functools
 import io
 import json
 import os
-import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,8 +15,7 @@ import pytest
 from harness import ROOT, deviation, run_processes, train
 from patches import checked
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
-PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
+PROGRAMS = {path.stem: path.read_text() for path in (ROOT / "examples/recipes").glob("*.py")}
 OTHERS = {"swa", "follow"}  # no tasks
 SLOW = {"vectors", "segmentation", "drawn", "distill", "folds", "packed", "mixup"}
 OPTIONS = "--dtype float64 --epochs 2 --batch-size 7 --lr 0.1 --log-every 1 --keep-every 1"
@@ -25,9 +24,13 @@ OPTIONS = (*OPTIONS.split(), "--workers", "0", "--warmup-epochs", "0", "--device
 
 @pytest.fixture
 def folder(tmp_path):
-    for name, text in PROGRAMS.items():
-        (tmp_path / f"{name}.py").write_text(text)
+    shutil.copytree(ROOT / "examples/recipes", tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+def test_page_names_every_program():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert all(name == "vectors" or f"| `{name}.py` |" in page for name in PROGRAMS)
 
 
 def write_tars(folder):
@@ -85,7 +88,7 @@ def run_program(folder, name):
 
 
 def test_stochastic_weight_averaging(folder):
-    """At the low ends of a sawtooth, whose one tooth is the linear decay of the page."""
+    """At the low ends of a sawtooth, whose one tooth is the linear decay of docs/recipes.md."""
     (folder / "normed.py").write_text(NORMED)
     path = folder / "swa.py"
     path.write_text(PROGRAMS["swa"].replace("vectors as task", "normed as task"))
