@@ -1,6 +1,7 @@
 """README.zh-CN.md says in Chinese what README.md says, paragraph by paragraph, cell by cell.
 
-Code is equal in both but for its comments.
+Code is equal in both but for its comments. Beside that the Chinese page says how its readers' old
+commands are written today.
 """
 
 import re
@@ -8,11 +9,16 @@ from itertools import zip_longest
 
 from harness import ROOT
 
+import machinery.cli
+
 ENGLISH = (ROOT / "README.md").read_text()
-CHINESE = (ROOT / "README.zh-CN.md").read_text()
+WHOLE = (ROOT / "README.zh-CN.md").read_text()
+ONLY_HERE = re.compile(r"<!-- only here -->.*?<!-- end -->\n", re.DOTALL)
+CHINESE = ONLY_HERE.sub("", WHOLE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"\]\(([^)]+)\)")
+LINKED = re.compile(r"\]\((#|[^)]+)")  # a heading has another name in the other language
 NUMBER = re.compile(r"\d+(?:[.,/]\d+|e-\d+)*")
 COMMENT = re.compile(r"  +# .*$", re.MULTILINE)
 
@@ -38,7 +44,11 @@ def facts(text):
     """Return what must be the same in both languages; the order in a sentence is not."""
     text = re.sub(r"\]\(README(\.zh-CN)?\.md\)", "](OTHER)", text)
     bare = LINK.sub("]", CODE.sub("", text))
-    of = {"code": CODE.findall(text), "links": LINK.findall(text), "numbers": NUMBER.findall(bare)}
+    of = {
+        "code": CODE.findall(text),
+        "links": LINKED.findall(text),
+        "numbers": NUMBER.findall(bare),
+    }
     return {k: sorted(v) for k, v in of.items()}, text.count("**"), "![" in text
 
 
@@ -61,3 +71,11 @@ def test_comparison_sees_a_figure_a_name_and_a_row():
     row = next(line for line in CHINESE.splitlines() if line.startswith("| "))
     for old, new in (("98 %", "97 %"), ("`--sync-bn`", "`--bn`"), (f"{row}\n", "")):
         assert old in CHINESE and differences(ENGLISH, CHINESE.replace(old, new, 1))
+
+
+def test_own_commands_of_the_chinese_page_are_accepted():
+    (section,) = ONLY_HERE.findall(WHOLE)
+    now = " ".join(line.split(" | ")[1] for line in section.splitlines() if line.startswith("| `"))
+    assert {"ddp", "dp", "spawn"} == set(re.findall(r"bash run\.sh (\w+) 8", now))
+    for options in re.findall(r"`(--[^`]+)`", now):
+        machinery.cli.build_parser("ddp").parse_args(options.replace("_rank", "_rank 0").split())
