@@ -1,4 +1,4 @@
-"""What only a GPU can show: `bash run.sh test -m gpu`. No GPU has run these tests yet; test_accelerators.py has the mechanisms on the CPU."""
+"""What only a GPU can show: `bash run.sh test -m gpu`. test_accelerators.py has the mechanisms on the CPU."""
 
 import functools
 import json

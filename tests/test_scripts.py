@@ -307,6 +307,20 @@ def test_commands_files_and_links_of_the_pages_exist(name):
             parser.parse_args(argv)
 
 
+def test_readme_shows_what_its_first_command_prints(tmp_path):
+    """In float32: another processor rounds otherwise."""
+    command, *lines = re.findall(r"```console\n\$ (.*# excerpt\n.*?)\n\$", README, re.DOTALL)[
+        0
+    ].splitlines()
+    argv = shlex.split(command, comments=True)[4:-2]
+    log = train("ddp", 2, *argv, folder=tmp_path).eval_lines()
+    (line,) = [line for line in lines if "eval" in line]
+    loss, top1 = (float(re.search(rf"{name} ([\d.]+)", line)[1]) for name in ("loss", "top1"))
+    assert (log[0]["loss"], log[0]["top1"]) == pytest.approx((loss, top1), rel=0.02)
+    best = float(re.search(r"best top1 ([\d.]+)", lines[-1])[1])
+    assert max(line["top1"] for line in log) == pytest.approx(best, abs=0.02)
+
+
 def test_options_that_readme_names_exist():
     named = set(re.findall(r"`(--[a-z-]+)", README))
     known = {option.name for option in machinery.cli.OPTIONS}
