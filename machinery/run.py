@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +35,7 @@ from common import (
     print0,
     save_checkpoint,
 )
-from machinery.process import SIGNALS, Stopped, StopSignal, error_on_all, restore, timeout
+from machinery.process import SIGNALS, Stopped, StopSignal, at_end, error_on_all, timeout
 from machinery.usertask import blame, digest, read_back
 from sampling import GlobalBatchSampler, KeyedDataset
 
@@ -500,8 +499,7 @@ class RunFiles:
         self.only_reads = eval_only and any(directory.glob("*.pt"))
         name = os.devnull if self.only_reads else directory / "metrics.jsonl"
         self.log = open(name, "ab+")  # noqa: SIM115
-        # A notebook may keep an exception, and with it this object: the file must be closed anyway.
-        restore(lambda: weakref.ref(self.log), lambda log: log() and log().close())
+        at_end.callback(self.log.close)  # a notebook may keep an exception, and with it this object
         try:
             if not self.only_reads:
                 fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -435,8 +435,8 @@ mutant("stop: the others wait as long as --timeout for a save", "machinery/run",
        "test_ranks_wait_for_a_save_longer_than_for_each_other")
 mutant("signals: Ctrl-C is stronger than the system", "machinery/process", "PRIORITY = [*SIGNALS]", "PRIORITY = [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT]",
        "test_stronger_signal_wins_on_whichever_rank")
-mutant("traces: handlers stay", "machinery/process", "restore(lambda before=before: before, functools.partial(signal.signal, number))", "pass", TRACES)
-mutant("traces: variables stay", "machinery/process", "restore(lambda: dict(os.environ), write_environment)", "pass", TRACES)
+mutant("traces: handlers stay", "machinery/process", "signal.signal(number, handler or signal.SIG_DFL)", "pass", TRACES)
+mutant("traces: variables stay", "machinery/process", "os.environ.update(environment)", "pass", TRACES)
 
 # machinery/launch.py and machinery/process.py
 
