@@ -323,6 +323,7 @@ def run_options(args: argparse.Namespace) -> dict[str, Any]:
         # In the order of --help: the refusal names the option that was given, as --batch-size, and
         # not one whose default follows from it, as --eval-batch-size.
         "fixed": [name for name in config if name in fixed - args.free_task_options],
+        "data_options": args.task_options,
         "same_on_all_ranks": [name for name in config if name not in per_node],
     }
 

@@ -50,7 +50,7 @@ RENDEZVOUS_HINT = (
     "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
 )
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
-at_end = contextlib.ExitStack()  # what `restore` has noted
+at_end = contextlib.ExitStack()  # leaves_no_trace closes it
 
 
 class Stopped(Exception):
@@ -92,32 +92,27 @@ class Output:
             self.stream.flush()
 
 
-def restore(read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
-    """Note what `read` returns now. When `leaves_no_trace` ends, `write` puts it back.
-
-    In a program nothing is put back: the process ends.
-    """
-    at_end.callback(write, read())
-
-
 def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
     """Decorate a script's main: after the run a notebook has its own signals and environment."""
 
-    def write_environment(before: dict[str, str]) -> None:
-        os.environ.clear()
-        os.environ.update(before)
-
     @functools.wraps(main)
     def wrapper(*arguments: Any, **options: Any) -> int:
-        if _is_program:
+        if _is_program:  # which ends then
             return main(*arguments, **options)
-        with at_end:
-            restore(lambda: dict(os.environ), write_environment)
-            mask = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK)
-            restore(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()), mask)
-            at_end.enter_context(contextlib.redirect_stdout(Output(sys.stdout)))
-            at_end.enter_context(contextlib.redirect_stderr(Output(sys.stderr)))
-            return main(*arguments, **options)
+        environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        out, err = Output(sys.stdout), Output(sys.stderr)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                return main(*arguments, **options)
+        finally:
+            at_end.close()
+            os.environ.clear()
+            os.environ.update(environment)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            if in_main_thread():
+                for number, handler in handlers.items():
+                    signal.signal(number, handler or signal.SIG_DFL)  # None: a library's, in C
 
     return wrapper
 
@@ -125,17 +120,15 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
 # ------------------------------------------------------------------------------------------ signals
 
 
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def handle_signals(handler: Callable[[int, Any], None]) -> None:
     """Let `handler` answer the signals that stop a run."""
-    if threading.current_thread() is not threading.main_thread():
-        return  # Python lets only the main thread decide it
-    for number in SIGNALS:
-        # None: a library in C had set it
-        before = signal.getsignal(number) or signal.SIG_DFL
-        if before == signal.SIG_IGN:
-            continue  # as nohup asks
-        restore(lambda before=before: before, functools.partial(signal.signal, number))
-        signal.signal(number, handler)
+    for number in SIGNALS if in_main_thread() else ():  # Python lets no other thread decide it
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, handler)
 
 
 class StopSignal:

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,9 +35,9 @@ from common import (
     print0,
     save_checkpoint,
 )
-from machinery.process import SIGNALS, Stopped, StopSignal, error_on_all, restore, timeout
+from machinery.process import SIGNALS, Stopped, StopSignal, at_end, error_on_all, timeout
 from machinery.usertask import blame, digest, read_back
-from sampling import GlobalBatchSampler
+from sampling import GlobalBatchSampler, KeyedDataset
 
 # tqdm's default lock is one for several processes, and would be left behind.
 tqdm.set_lock(threading.RLock())
@@ -51,7 +50,8 @@ class Run:
     the files, `end_step` counts, logs and saves, `end_epoch` logs and saves, `finish` closes.
 
     `config` is stored in the checkpoint. A resume must give the options in `fixed` the values that
-    they had. All ranks must give those in `same_on_all_ranks` the same values.
+    they had. All ranks must give those in `same_on_all_ranks` the same values. If one of
+    `data_options` changes, an evaluation may be one of other data.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Run:
         replicas: int = 1,
         config: dict[str, Any] | None = None,
         fixed: Iterable[str] = (),
+        data_options: Iterable[str] = (),
         same_on_all_ranks: Iterable[str] = (),
     ) -> None:
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
@@ -83,19 +84,16 @@ class Run:
         self.tensorboard, self.config, self.fixed = tensorboard, config or {}, [*fixed]
         self.log = Log(state, self.sampler, device, epochs, replicas)
         self.meter = self.log.meter  # the loop adds to it
-        names = getattr(
-            val_loader.dataset.dataset, "classes", None
-        )  # as torchvision's data sets have them
-        self.classes = [str(name) for name in names] if isinstance(names, (list, tuple)) else None
+        self.data_options = [*data_options]
+        self.data = identity(train_loader.dataset, val_loader.dataset)
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal after which the next save is last
-        self.refused = ""  # why the last save was not made: which parameters are not finite
         self.patient: dist.ProcessGroup | None = None
         if dist.is_initialized():  # a slow disk may keep rank 0 for longer than --timeout
             self.patient = dist.new_group(timeout=timeout(7 * 86_400), backend="gloo")
         must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
-        check_agreement(must_agree, self.config.get("task"), train_loader, val_loader, device)
+        check_agreement(must_agree | self.data, self.config.get("task"), device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
@@ -131,10 +129,15 @@ class Run:
                 other = "" if self.eval_only else ", or start anew without --resume"
                 option = f"--{name.replace('_', '-')} {now}"
                 raise UsageError(f"{option}: {path} was made with {then}; use that{other}")
-        then, now = checkpoint["samples"], self.sampler.length
-        if then != now and not self.eval_only:
-            problem = f"the training set had {then} samples, and has {now} now"
-            raise UsageError(f"--resume {path}: {problem}; that would be another run")
+        compared = [*self.data]
+        if self.eval_only:  # an option may name another evaluation set, but of the same classes
+            changed = any(before.get(n) != self.config[n] for n in self.data_options)
+            compared = ["classes"] if changed else [n for n in self.data if "training" not in n]
+        for name in compared:
+            then, now = checkpoint["data"].get(name), self.data[name]
+            if then != now:
+                problem = f"{name}: {then} in the run of this file, and {now} now"
+                raise UsageError(f"--resume {path}: {problem}; that is other data")
 
     def _restore(self, checkpoint: dict[str, Any]) -> None:
         try:
@@ -224,7 +227,7 @@ class Run:
         if name not in known:
             raise error_on_all(f"--best {best}: no such metric; use one of {', '.join(known)}")
         self.log.eval_line(metrics)
-        names, best_before = [], state.best
+        names = []
         if self._improves(metrics[name], lowest):
             state.best, names = (metrics[name], state.epoch), ["best.pt"]
         if self.keep_every and state.epoch % self.keep_every == 0:
@@ -232,8 +235,6 @@ class Run:
         # Waits: the save below must know of a stop. After the last epoch nothing is left to stop.
         self.stopping = self.stop.agreed(wait=True) if state.epoch < self.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
-        if self.refused:
-            state.best = best_before  # of best.pt, which stays
         if state.epoch == self.epochs and state.best:
             path, (score, epoch) = self.directory / "best.pt", state.best
             print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
@@ -253,17 +254,20 @@ class Run:
     def save(self, *names: str) -> None:
         """Write the checkpoint under these names, and stop if a signal has asked for it.
 
-        Call it on every rank: all take part in collecting what rank 0 writes.
+        Call it on every rank: all take part in collecting what rank 0 writes. If a parameter is not
+        finite, the run ends, and the last good files stay.
         """
         self.log.spend("train_s")
         sums = self.meter.sums_of_ranks()
-        checkpoint = self.state.checkpoint()
+        checkpoint, problem = self.state.checkpoint(), ""
         if self.files:
-            checkpoint |= {"samples": self.sampler.length, "log": sums, "classes": self.classes}
-            checkpoint["config"] = self.config
+            checkpoint |= {"log": sums, "data": self.data, "config": self.config}
             parameters = [name for name, _ in self.state.net.named_parameters()]
-            self.refused = self.files.write_checkpoint(checkpoint, parameters, names)
-        self.refused = broadcast_object(self.refused, self.patient)
+            problem = self.files.write_checkpoint(checkpoint, parameters, names)
+        if problem := broadcast_object(problem, self.patient):
+            step = self.state.global_step
+            kept = f"step {step} is not saved, the last good checkpoint stays"
+            raise Stopped(3, f"diverged: {kept}: {problem}")
         self.log.spend("save_s")
         if self.stopping:
             self._stop()
@@ -271,8 +275,6 @@ class Run:
     def _stop(self) -> NoReturn:
         """End the run on a signal, after a save."""
         name, step = self.stopping.name, self.state.global_step
-        if self.refused:
-            raise Stopped(3, f"stopped by {name} at step {step}, which was not saved")
         if self.log.bar:
             self.log.bar.close()  # else its line would go on with the next one
         if self.files:
@@ -282,22 +284,31 @@ class Run:
         raise Stopped(SIGNALS[self.stopping], f"stopped by {name} after saving step {step}")
 
     def finish(self) -> None:
-        """Wait for all ranks, and close the files. Raises Stopped if the last save was refused."""
+        """Wait for all ranks, and close the files."""
         if self.files:
             self.files.close()
         if dist.is_initialized():
             dist.barrier()  # rank 0 has written its files
-        if self.refused:
-            raise Stopped(3, f"the run is done, but its last state was not saved: {self.refused}")
 
 
-def check_agreement(
-    must_agree: dict[str, Any],
-    task: str | None,
-    train_loader: DataLoader,
-    val_loader: DataLoader,
-    device: torch.device,
-) -> None:
+def identity(train: KeyedDataset, val: KeyedDataset) -> dict[str, Any]:
+    """Return what tells data apart: class names, both lengths, a hash of some samples of each.
+
+    Files or classes that are listed in another order are other data.
+    """
+    classes = getattr(train.dataset, "classes", getattr(val.dataset, "classes", None))
+    names = isinstance(classes, (list, tuple))  # as torchvision's data sets have them
+    found: dict[str, Any] = {"classes": [str(name) for name in classes] if names else None}
+    for name, keyed in (("training", train), ("evaluation", val)):
+        n = len(keyed.dataset)
+        unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)
+        some = " ".join(digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8)))
+        found[f"{name} samples"] = n
+        found[f"hash of {name} samples"] = hashlib.sha256(some.encode()).hexdigest()[:12]
+    return found
+
+
+def check_agreement(must_agree: dict[str, Any], task: str | None, device: torch.device) -> None:
     """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
 
     With another --batch-size on one node the ranks would hang. With another --seed, code or data
@@ -309,14 +320,11 @@ def check_agreement(
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py"))]
     files += [Path(task)] if task else []
     code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    keyed = val_loader.dataset
-    must_agree = must_agree | {"the number of training samples": train_loader.batch_sampler.length}
-    n = len(keyed.dataset)
-    must_agree |= {"the number of evaluation samples": n}
-    # Ranks that list files or classes in another order would train on other data.
-    some = [digest(keyed, [i]) for i in range(0, n, math.ceil(n / 8))]
-    must_agree |= {"the hash of some evaluation samples": " ".join(some)}
-    must_agree |= {"the code": code[:12], "torch": torch.__version__, "the device": device.type}
+    must_agree = must_agree | {
+        "the code": code[:12],
+        "torch": torch.__version__,
+        "the device": device.type,
+    }
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, must_agree)
     for name, first in ranks[0].items():
@@ -491,8 +499,7 @@ class RunFiles:
         self.only_reads = eval_only and any(directory.glob("*.pt"))
         name = os.devnull if self.only_reads else directory / "metrics.jsonl"
         self.log = open(name, "ab+")  # noqa: SIM115
-        # A notebook may keep an exception, and with it this object: the file must be closed anyway.
-        restore(lambda: weakref.ref(self.log), lambda log: log() and log().close())
+        at_end.callback(self.log.close)  # a notebook may keep an exception, and with it this object
         try:
             if not self.only_reads:
                 fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -571,10 +578,7 @@ class RunFiles:
             values = checkpoint[part]
             bad += [name for name in parameters if name in values and has_non_finite(values[name])]
         if bad:
-            problem = f"non-finite values in {', '.join(bad[:5])}"
-            kept = "not saved, the last good checkpoint stays"
-            print(f"{kept}: {problem}", file=sys.stderr, flush=True)
-            return problem
+            return f"non-finite values in {', '.join(bad[:5])}"
         if not self.read_back:
             with blame("the model or the optimizer holds what no checkpoint can give back"):
                 read_back(checkpoint)

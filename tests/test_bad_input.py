@@ -82,8 +82,6 @@ WHOLE = {
     "format": common.FORMAT,
     **{name: {} for name in ("model", "optimizer", "scheduler", "scaler", "average", "log")},
     **{"epoch": 0, "step": 0, "global_step": 0, "best": None, "config": {}},
-    "samples": 185,
-    "classes": None,
 }
 # mode and N, options, what the one line must say; TMP stands for a folder with FILES in it and a finished run in TMP/run
 CASES = r"""
@@ -386,7 +384,8 @@ def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
     ids=["weights", "position"],
 )
 def test_checkpoint_that_no_run_can_take_up_is_refused_by_name(change, message, tmp_path):
-    torch.save(WHOLE | change, tmp_path / "other.pt")
+    data = make_run(tmp_path / "first").data
+    torch.save(WHOLE | {"data": data} | change, tmp_path / "other.pt")
     with pytest.raises(common.UsageError) as error:
         make_run(tmp_path, "--resume", tmp_path / "other.pt")
     assert f"--resume {tmp_path / 'other.pt'}: {message}" in str(error.value)

@@ -3,7 +3,6 @@
 import errno
 import functools
 import itertools
-import math
 import os
 import re
 import shutil
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("handlers")
 KEYS = {
     *"format model optimizer scheduler scaler average epoch step global_step best config".split()
 }
-KEYS |= {*"log samples classes".split()}  # the sums since the last line of the log; of the data
+KEYS |= {*"log data".split()}  # the sums since the last line of the log; of the data
 
 
 @pytest.mark.parametrize(
@@ -136,6 +135,7 @@ def test_non_finite_average_never_reaches_a_file(part, tmp_path):
     assert (
         "not saved, the last good checkpoint stays: non-finite values in first.weight" in result.err
     )
+    assert result.code == 3
     assert result.checkpoint()["epoch"] == 1
 
 
@@ -146,7 +146,6 @@ def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(mod
     """A parameter that nothing trains, and in which a value becomes NaN."""
     result = train(mode, n, *ODD, "--model", "ruined", folder=tmp_path)
     assert result.code == 3 and "non-finite values in ruined" in result.err
-    assert "the run is done, but its last state was not saved" in result.err
     assert not list(result.folder.glob("*.pt"))
 
 
@@ -156,21 +155,6 @@ def step_in(path):
         return torch.load(path, weights_only=True)["global_step"]
     except Exception:
         return None
-
-
-def test_run_whose_last_state_was_not_saved_is_no_success(tmp_path, capsys):
-    run = make_run(tmp_path, "--epochs", 1)
-    run.state.net.bias.data[1] = math.inf
-    run.save("last.pt")
-    assert not (run.files.directory / "last.pt").exists()
-    assert "non-finite values in bias" in capsys.readouterr().err
-    with pytest.raises(machinery.process.Stopped) as stopped:
-        run.finish()
-    assert stopped.value.code == 3 and stopped.value.reason.endswith("non-finite values in bias")
-    run = make_run(tmp_path, "--epochs", 1)
-    run.save("last.pt")
-    run.finish()
-    assert step_in(run.files.directory / "last.pt") == 0
 
 
 # ------------------------------------------------------------------------ several files in one save

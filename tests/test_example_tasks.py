@@ -99,7 +99,9 @@ def test_network_learns_and_ap_decides_the_best_alike_in_every_mode(trained, tmp
     assert lines[0]["AP50"] < 0.05 and max(line["AP50"] for line in lines) > 0.2
     assert result.checkpoint("best.pt")["best"][0] == max(line["AP"] for line in lines)
     if name == "detect":
-        assert result.checkpoint()["classes"] == ["red", "green"], "in the order of their numbers"
+        assert result.checkpoint()["data"]["classes"] == ["red", "green"], (
+            "in the order of their numbers"
+        )
     expected = max(lines, key=lambda line: line["AP"])
     assert 0.03 < expected["AP"] < expected["AP50"] < 1
     options = [*argv, "--eval-only", "--resume", str(result.folder / "best.pt")]

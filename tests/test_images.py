@@ -134,7 +134,7 @@ def test_checkpoint_names_the_classes(tmp_path):
     argv = ("--task", "images", "--data-dir", tmp_path, "--image-size", "8", "--epochs", "1")
     result = train("single", 1, *argv, "--batch-size", "8", "--workers", "0", folder=tmp_path)
     assert result.code == 0, result.err
-    assert result.checkpoint()["classes"] == ["a", "b"]
+    assert result.checkpoint()["data"]["classes"] == ["a", "b"]
 
 
 # --------------------------------------------------------------------------------- augmentation
@@ -241,7 +241,7 @@ def test_lines_for_a_model_of_torchvision_see_what_the_evaluation_saw(tmp_path):
     averaged = {"model": raw.state_dict(), "average": {"n_averaged": 3, **net.state_dict()}}
     code = code.replace("runs/mine/best.pt", str(tmp_path / "best.pt"))
     for checkpoint in (plain, averaged):
-        checkpoint |= {"classes": ["a", "b"], "config": {"image_size": 70}}
+        checkpoint |= {"data": {"classes": ["a", "b"]}, "config": {"image_size": 70}}
         torch.save(checkpoint, tmp_path / "best.pt")
         found: dict = {}
         exec(code.replace("photo.jpg", val_set.samples[0][0]), found)

@@ -191,6 +191,25 @@ def fewer_samples(datasets):
     return datasets
 
 
+def fewer_evaluated(datasets):
+    datasets[1].targets = datasets[1].targets[:-1]
+    return datasets
+
+
+def renamed_classes(datasets):
+    for dataset in datasets:
+        dataset.classes = ["null", *dataset.classes[1:]]
+    return datasets
+
+
+def other_order_of_training(datasets):
+    """As files are listed by a set(), in another order in each process."""
+    train_set, val_set = datasets
+    other = torch.utils.data.Subset(train_set, range(len(train_set))[::-1])
+    other.classes = val_set.classes
+    return other, val_set
+
+
 def another_model(model):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
@@ -201,11 +220,13 @@ def another_model(model):
         (
             "build_datasets",
             fewer_samples,
-            "the training set had 203 samples, and has 202 now; that would be another run",
+            "training samples: 203 in the run of this file, and 202 now; that is other data",
         ),
+        ("build_datasets", renamed_classes, "classes: ['0', '1', "),
+        ("build_datasets", other_order_of_training, "hash of training samples: "),
         ("build_net", another_model, "does not fit the model or the optimizer"),
     ],
-    ids=["data", "model"],
+    ids=["samples", "classes", "order", "model"],
 )
 def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, message, tmp_path):
     argv = (*SMALL, "--epochs", "1")
@@ -214,6 +235,43 @@ def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, mess
     resumed = train("ddp", 2, *argv, "--resume", "auto", folder=tmp_path, patch=patch)
     assert resumed.code == 2 and message in resumed.err and "Traceback" not in resumed.err
     assert len(resumed.err.splitlines()) == 1, "rank 0 speaks for all"
+
+
+NAMES_ITS_SET = f"""
+import sys
+sys.path.append({str(TASKS)!r})
+import small
+from small import *
+def add_options(parser):
+    parser.add_argument("--part", type=int, default=57).may_change = True
+def build_datasets(args):
+    train_set, val_set = small.build_datasets(args)
+    val_set.targets = val_set.targets[: args.part]
+    return train_set, val_set
+"""
+
+
+def test_evaluation_of_other_data_is_refused_unless_an_option_names_them(tmp_path):
+    (tmp_path / "task.py").write_text(NAMES_ITS_SET)
+    argv = (*SMALL, "--epochs", "1", "--task", tmp_path / "task.py")
+    assert train("single", 1, *argv, folder=tmp_path).code == 0
+    argv = (*argv, "--eval-only", "--resume", "auto")
+    for change, words in ((renamed_classes, "classes: "), (fewer_evaluated, "evaluation samples")):
+        patch = functools.partial(change_task, "build_datasets", change)
+        refused = train("single", 1, *argv, folder=tmp_path, patch=patch)
+        assert refused.code == 2 and words in refused.err, refused.err
+    other = train("single", 1, *argv, "--part", "40", folder=tmp_path)
+    assert other.code == 0 and "(40 samples)" in other.out, other.err
+    patch = functools.partial(change_task, "build_datasets", renamed_classes)
+    refused = train("single", 1, *argv, "--part", "40", folder=tmp_path, patch=patch)
+    assert refused.code == 2 and "classes: " in refused.err
+
+
+def test_resume_auto_does_not_replace_a_run_of_which_only_the_best_is_left(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "best.pt").write_text("a run of days")
+    with pytest.raises(common.UsageError, match=r"--resume auto: no last.pt in .*, but best.pt"):
+        make_run(tmp_path, "--resume", "auto")
 
 
 def test_checkpoint_of_another_format_is_refused(tmp_path):

@@ -315,9 +315,8 @@ mutant("save: --keep-every one epoch late", "machinery/run", "state.epoch % self
        "test_kept_epochs_are_every_so_many")
 mutant("save: last.pt before best.pt", "machinery/run", 'self.save(*names, "last.pt")', 'self.save("last.pt", *names)',
        DURABLE)
-mutant("save: a run that could not be saved ends well", "machinery/run", "if self.refused:\n            raise Stopped(3, f\"the run", "if False:\n            raise Stopped(3, f\"the run",
+mutant("save: a run that could not be saved goes on", "machinery/run", "if problem := broadcast_object(problem, self.patient):", "if False:",
        "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
-mutant("save: a refused score is the best", "machinery/run", "state.best = best_before", "pass", "test_score_that_was_not_saved_is_not_the_best")
 mutant("best: its epoch is not compared", "machinery/run", "(best, best[1], 0)", '(best, found["epoch"], found["step"])', "test_best_pt_that_was_deleted_is_written_anew")
 mutant("save: best.pt is the last", "machinery/run", "return gain > 1e-12 * abs(best)", "return True", "test_the_first_of_equal_scores_stays_the_best")
 mutant("save: best.pt is the worst", "machinery/run", "return gain > 1e-12", "return gain < 1e-12", "test_best_and_kept_checkpoints")
@@ -328,7 +327,7 @@ mutant("resume: each rank for itself", "machinery/run", "result, error = broadca
 mutant("resume: sums of the log forgotten", "machinery/run", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
 mutant("average: never evaluated", "machinery/run", "if not self.state.average.n_averaged:", "if True:", AVERAGES)
 mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
-mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged', 'raise Stopped(1, f"diverged', DIVERGED)
+mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged: {problem}, seen', 'raise Stopped(1, f"diverged: {problem}, seen', DIVERGED)
 mutant("divergence: not seen at the end", "machinery/run", "if logs or saves:", "if (logs and not ends) or saves:", DIVERGED)
 mutant("stop: every rank by itself", "machinery/process", "number = int(reduced)", "pass", "test_stronger_signal_wins_on_whichever_rank")
 mutant("stop: only if all ranks were told", "machinery/process", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op", "test_stronger_signal_wins_on_whichever_rank")
@@ -336,8 +335,6 @@ mutant("stop: without saving", "machinery/run", "if self.files:\n            che
        f"{BITWISE}[single-1-9]")
 mutant("stop: forgotten after an evaluation", "machinery/run", "self.stop.agreed(wait=True) if state.epoch < self.epochs else None", "None",
        "test_signal_during_an_evaluation_finds_the_run_saved_and_stops_it_after_the_evaluation")
-mutant("stop: what was not saved was saved", "machinery/run", "if self.refused:\n            raise Stopped(3, f\"stopped", "if False:\n            raise Stopped(3, f\"stopped",
-       "test_stop_that_could_not_be_saved_says_so")
 mutant("signals: the last one wins", "machinery/process", "received.append(PRIORITY.index(number) + 1)", "received[:] = [PRIORITY.index(number) + 1]",
        "test_run_ends_with_the_code_of_the_stronger_signal[single-numbers0-15]")
 mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0(self._open)", 'self._open() if os.environ.get("LOCAL_RANK", "0") == "0" else None',
@@ -345,7 +342,7 @@ mutant("launch: rank 0 of each machine writes", "machinery/run", "self._on_rank0
 mutant("log: --eval-only cuts it", "machinery/run", "if not self.eval_only:\n            first", "if True:\n            first", "test_eval_only_does_not_touch_the_log_of_a_run")
 mutant("log: an epoch's last step is not logged", "machinery/run", "logs = ends or state.global_step % self.log_every == 0", "logs = state.global_step % self.log_every == 0",
        SPEED)
-mutant("nodes: ranks are not compared", "machinery/run", 'check_agreement(must_agree, self.config.get("task"), train_loader, val_loader, device)', "",
+mutant("nodes: ranks are not compared", "machinery/run", 'check_agreement(must_agree | self.data, self.config.get("task"), device)', "",
        "test_ranks_that_mean_different_runs_are_told[seed]")
 mutant("order: every epoch is told that it is the first", "machinery/run", "set_position(self.state.epoch, self.state.step)", "set_position(0, self.state.step)",
        "test_pitfall_07_every_epoch_has_its_own_order")
@@ -387,7 +384,7 @@ mutant("seconds: counted twice", "machinery/run", "self.mark = now", "", "test_e
 
 # machinery/run.py
 
-mutant("save: classes without names", "machinery/run", "self.classes = [str(name) for name in names] if", "self.classes = [] if", "test_checkpoint_names_the_classes")
+mutant("save: classes without names", "machinery/run", "[str(name) for name in classes] if names", "[] if names", "test_checkpoint_of_other_data_or_another_model_is_refused[classes]")
 mutant("save: NaN is written", "machinery/run", "if bad:", "if False:", "test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well[single-1]")
 mutant("save: NaN in the average is written", "machinery/run", 'for part in ("model", "average"):', 'for part in ("model",):',
        "test_non_finite_average_never_reaches_a_file")
@@ -403,12 +400,13 @@ mutant("log: infinity is written", "machinery/run", "isinstance(v, float) and no
        "test_the_first_of_equal_scores_stays_the_best")
 mutant("lock: none", "machinery/run", "fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
 mutant("resume: changed options not noticed", "machinery/run", "self._check_config(checkpoint, path)", "pass", f"{CHANGED}[--seed 1]")
-mutant("resume: another training set not noticed", "machinery/run", "if then != now and not self.eval_only:", "if False:",
-       "test_checkpoint_of_other_data_or_another_model_is_refused")
+mutant("resume: other data are not noticed", "machinery/run", 'then, now = checkpoint["data"].get(name), self.data[name]', "then = now = None",
+       "test_checkpoint_of_other_data_or_another_model_is_refused[samples]")
+mutant("resume: a set that an option names is other data", "machinery/run", '["classes"] if changed else', "", "test_evaluation_of_other_data_is_refused_unless_an_option_names_them")
 mutant("resume: from an older checkpoint leaves the newer last.pt", "machinery/run", "path.resolve() != (self.directory / name).resolve()", "name != 'last.pt'",
        "test_going_back_to_an_older_checkpoint_is_going_back")
 mutant("resume: auto overwrites a run of which only the best is left", "machinery/run", "elif others:", "elif False:",
-       "test_restarted_process_goes_on_or_begins_anew")
+       "test_resume_auto_does_not_replace_a_run_of_which_only_the_best_is_left")
 mutant("resume: any best.pt will do", "machinery/run", 'if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):', 'if found["best"] is not None:',
        "test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best")
 mutant("eval-only: writes into the log of a run", "machinery/run", 'self.only_reads = eval_only and any(directory.glob("*.pt"))', "self.only_reads = False",
@@ -433,12 +431,12 @@ mutant("end: a rank that fails ends well", "machinery/process", "leave(FAILED if
 mutant("print: what cannot be printed ends the run", "machinery/process", "with contextlib.suppress(OSError, ValueError):\n            self.stream.flush()", "self.stream.flush()",
        "test_what_cannot_be_printed_ends_no_run[full]")
 mutant("signals: nohup is not respected", "machinery/process", "if before == signal.SIG_IGN:", "if False:", "test_signal_that_nohup_ignores_stays_ignored")
-mutant("stop: the others wait as long as --timeout for a save", "machinery/run", "broadcast_object(self.refused, self.patient)", "broadcast_object(self.refused)",
+mutant("stop: the others wait as long as --timeout for a save", "machinery/run", "broadcast_object(problem, self.patient)", "broadcast_object(problem)",
        "test_ranks_wait_for_a_save_longer_than_for_each_other")
 mutant("signals: Ctrl-C is stronger than the system", "machinery/process", "PRIORITY = [*SIGNALS]", "PRIORITY = [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT]",
        "test_stronger_signal_wins_on_whichever_rank")
-mutant("traces: handlers stay", "machinery/process", "restore(lambda before=before: before, functools.partial(signal.signal, number))", "pass", TRACES)
-mutant("traces: variables stay", "machinery/process", "restore(lambda: dict(os.environ), write_environment)", "pass", TRACES)
+mutant("traces: handlers stay", "machinery/process", "signal.signal(number, handler or signal.SIG_DFL)", "pass", TRACES)
+mutant("traces: variables stay", "machinery/process", "os.environ.update(environment)", "pass", TRACES)
 
 # machinery/launch.py and machinery/process.py
 
@@ -478,7 +476,7 @@ mutant("check: set_epoch is not called and nobody says so", "machinery/usertask"
        f"{REFUSED}[single-1 --task TMP/data-told.py]")
 mutant("best: an unknown metric", "machinery/usertask", 'if args.best and args.best.removesuffix(":min") not in meter.names and not task.dataset_metrics:', "if False:",
        "test_metric_that_the_task_does_not_have_is_refused")
-mutant("nodes: evaluation sets are not compared", "machinery/run", "[digest(keyed, [i]) for i in range(0, n, math.ceil(n / 8))]", '""',
+mutant("nodes: evaluation sets are not compared", "machinery/run", "digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8))", "str(i) for i in range(8)",
        "test_ranks_that_mean_different_runs_are_told[order]")
 mutant("data: drawn without a seed", "machinery/usertask", "seed_generators(splitmix64(self.args.seed, -4))", "", "test_data_that_a_task_draws_are_the_same_on_every_rank")
 mutant("model: initial weights without the seed", "machinery/usertask", "torch.manual_seed(args.seed)", "", "test_seed_decides_the_initial_weights")
