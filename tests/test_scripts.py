@@ -305,6 +305,9 @@ def test_commands_files_and_links_of_the_pages_exist(name):
             parser = machinery.cli.build_parser(mode)
             machinery.cli.add_options_of_task(parser, argv)
             parser.parse_args(argv)
+        elif mode != "test":  # whose options are those of pytest
+            program = (ROOT / "tools" / f"{mode}.py").read_text()
+            assert all(f'"{name}"' in program for name in re.findall(r"--[a-z-]+", argv)), argv
 
 
 def test_readme_shows_what_its_first_command_prints(tmp_path):
