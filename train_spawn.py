@@ -88,9 +88,9 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     dist.init_process_group(common.backend(device), init_method, **group)
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.build_average(args.average, net, args.ema_decay)
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)

@@ -269,7 +269,7 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
             raise RuntimeError("the run was left before its end, without an error")
         reason = ""
     except UsageError as error:
-        if not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
         tell(f"error: {error}")
         if dist.is_initialized():

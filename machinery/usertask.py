@@ -413,11 +413,11 @@ def check_neighbours(
             return task.per_sample_loss(net(inputs), targets)[0].item()
 
     beside, again = loss_of_first(indices, 0), loss_of_first(indices, 1)
-    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
-        return
     try:
-        alone = loss_of_first(indices[:1], 0)
+        alone = loss_of_first(indices[:1], 0)  # always: each forward of fsdp needs all ranks
     except Exception:  # a batch of one may never come
+        return
+    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
         return
     eps = {"off": torch.finfo(getattr(torch, task.args.dtype)).eps, "bf16": 2**-8, "fp16": 2**-11}
     if abs(alone - beside) > eps[task.args.amp] ** 0.5 * max(abs(alone), abs(beside)):
