@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 import common
 from common import UsageError, freeze, load_weights, print0, read_tensors
+from machinery.process import LOST_CONNECTION
 from sampling import KeyedDataset, seed_generators, seed_rng, splitmix64
 
 # Names in a line of metrics.jsonl that are no metric.
@@ -52,6 +53,8 @@ def blame(where: str, path: str | None = None) -> Iterator[str]:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
+        if LOST_CONNECTION.search(f"{type(error).__name__}: {error}"):
+            raise  # in the check of fsdp: the rank that left has the cause
         frames = traceback.extract_tb(error.__traceback__)
         places = [(frame.filename, frame.lineno) for frame in frames]
         if isinstance(error, SyntaxError):
