@@ -35,7 +35,11 @@ class WithLoss(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
             outputs = self.net(inputs)
-            losses = self.task.per_sample_loss(outputs, targets)
+            try:
+                losses = self.task.per_sample_loss(outputs, targets)
+            except SystemExit as error:  # it would end the thread of this replica alone
+                left = f"the run was left before its end, by sys.exit({error.code!r})"
+                raise RuntimeError(left) from error
         return {"loss": losses, **self.task.train_metrics(outputs, targets)}
 
 

@@ -179,6 +179,7 @@ def init_method() -> str:
 
 def timeout(seconds: float) -> timedelta:
     """Return how long a rank waits for the others before it gives up."""
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")  # else a minute more
     return timedelta(seconds=seconds)
 
 
