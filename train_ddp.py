@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.eval_only:
         run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()
-    del model  # before the group, which DDP uses
+    del model  # before the group, which it uses
     dist.destroy_process_group()  # all ranks are done
     return 0
 

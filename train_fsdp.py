@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
-    net = task.build_net().to(device)  # from --seed or --weights
+    net = task.build_net()  # from --seed or --weights; only its shards go to the device
 
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
@@ -81,7 +81,6 @@ def main(argv: list[str] | None = None) -> int:
     loading = args.seed, args.workers, args.skip_corrupt, task.collate
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
-    check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
 
     # After the loaders, which fork workers: to fork while communication threads run may hang.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
@@ -89,15 +88,14 @@ def main(argv: list[str] | None = None) -> int:
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
-    # From here on a rank keeps a shard of each parameter. Before its forward and its backward a
-    # module gathers its whole parameters. The optimizer comes later: it must hold the shards.
     for network in [net, average.module] if average.enabled else [net]:
-        shard(network, task.shard_modules(network), mesh)
+        shard(network, task.shard_modules(network), mesh)  # the optimizer must hold the shards
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
+    check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
@@ -115,6 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.eval_only:
         run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()
+    del model  # before the group, which it uses
     dist.destroy_process_group()  # all ranks are done
     return 0
 

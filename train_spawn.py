@@ -116,7 +116,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     if args.eval_only:
         run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
     run.finish()
-    del model  # before the group, which DDP uses
+    del model  # before the group, which it uses
     dist.destroy_process_group()  # all ranks are done
     return 0
 

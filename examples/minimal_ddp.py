@@ -43,12 +43,12 @@ def evaluate(net, images, labels):
 
 
 def main(epochs, file):
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
+    if kind := torch.accelerator.current_accelerator(check_available=True):  # None on a CPU
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))  # one device per rank
+    device = torch.device(torch.accelerator.current_device_index() if kind else "cpu")
     images = torch.from_numpy(DATA["images"]).to(device) / 16  # [1797, 8, 8], from 0 to 1
     labels = torch.from_numpy(DATA["labels"]).long().to(device)
-    dist.init_process_group(dist.get_default_backend_for_device(device))  # gloo or NCCL
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=kind and device)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

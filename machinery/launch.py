@@ -103,7 +103,10 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
         name = next((s.name for s in signal.Signals if s == number), f"signal {number}")
         if number in received:
             return 128 + number, f"stopped by {name} with nothing to save"
-        return 1, f"process {killed[0]} was killed by {name}"
+        cause = f"process {killed[0]} was killed by {name}"
+        if number == signal.SIGABRT and None in ended:  # by NCCL, after --timeout
+            cause += f", maybe as it waited for process {ended.index(None)}, which hung"
+        return 1, cause
     if nnodes > 1 and failed:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"

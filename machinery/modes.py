@@ -35,7 +35,11 @@ class WithLoss(nn.Module):
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
         with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
             outputs = self.net(inputs)
-            losses = self.task.per_sample_loss(outputs, targets)
+            try:
+                losses = self.task.per_sample_loss(outputs, targets)
+            except SystemExit as error:  # it would end the thread of this replica alone
+                left = f"the run was left before its end, by sys.exit({error.code!r})"
+                raise RuntimeError(left) from error
         return {"loss": losses, **self.task.train_metrics(outputs, targets)}
 
 
@@ -155,6 +159,25 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     for module in net.modules():  # in torch 2.8 gloo's mean is a sum: FSDP itself has to divide
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
             module.set_force_sum_reduction_for_comms(True)
+    if mesh.device_type != "cpu":
+        wait_for_gathers(net, mesh)
+
+
+def wait_for_gathers(net: nn.Module, mesh: DeviceMesh) -> None:
+    """Let each forward wait for the gathers of the backward before it, as torch should itself.
+
+    A backward also gathers a module that has no part in it: a frozen one, or the last one of an
+    evaluation. torch 2.8 to 2.14 frees that memory too early, and the next forward writes into it:
+    with --accum-steps the run would be another one. A communicator works in order, so this small
+    sum is done after every gather.
+    """
+    one, group = torch.ones(1, device=mesh.device_type), mesh.get_group(-1)
+
+    @torch.compiler.disable
+    def hook(module: nn.Module, inputs: Any) -> None:
+        dist.all_reduce(one, dist.ReduceOp.MAX, group)
+
+    net.register_forward_pre_hook(hook, prepend=True)  # before FSDP's own
 
 
 @torch.no_grad()

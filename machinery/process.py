@@ -205,6 +205,7 @@ def init_method() -> str:
 
 def timeout(seconds: float) -> timedelta:
     """Return how long a rank waits for the others before it gives up."""
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")  # else a minute more
     return timedelta(seconds=seconds)
 
 
@@ -320,7 +321,7 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
             raise RuntimeError("the run was left before its end, without an error")
         reason = ""
     except UsageError as error:
-        if not dist.is_initialized() and os.environ.get("LOCAL_RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
         tell(f"error: {error}")
         if dist.is_initialized():

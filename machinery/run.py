@@ -186,12 +186,14 @@ class Run:
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
+        self.stopping = (
+            self.stop.agreed()
+        )  # before the device is read, which may wait for a lost rank
         ends = state.step == self.sampler.steps_per_epoch
         logs = ends or state.global_step % self.log_every == 0
         if logs:
             self.log.train_line(grad_norm)
         self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
-        self.stopping = self.stop.agreed()
         due = self.save_every and state.global_step % self.save_every == 0
         # At the end of an epoch train_*.py itself saves; a run that was told to stop ends there.
         saves = not ends and (due or self.stopping)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 import common
 from common import UsageError, freeze, load_weights, print0, read_tensors
+from machinery.process import LOST_CONNECTION
 from sampling import KeyedDataset, seed_generators, seed_rng, splitmix64
 
 # Names in a line of metrics.jsonl that are no metric.
@@ -52,6 +53,8 @@ def blame(where: str, path: str | None = None) -> Iterator[str]:
     except UsageError:
         raise
     except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
+        if LOST_CONNECTION.search(f"{type(error).__name__}: {error}"):
+            raise  # in the check of fsdp: the rank that left has the cause
         frames = traceback.extract_tb(error.__traceback__)
         places = [(frame.filename, frame.lineno) for frame in frames]
         if isinstance(error, SyntaxError):
@@ -392,11 +395,11 @@ def check_neighbours(
             return task.per_sample_loss(net(inputs), targets)[0].item()
 
     beside, again = loss_of_first(indices, 0), loss_of_first(indices, 1)
-    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
-        return
     try:
-        alone = loss_of_first(indices[:1], 0)
+        alone = loss_of_first(indices[:1], 0)  # always: each forward of fsdp needs all ranks
     except Exception:  # a batch of one may never come
+        return
+    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
         return
     eps = {"off": torch.finfo(getattr(torch, task.args.dtype)).eps, "bf16": 2**-8, "fp16": 2**-11}
     if abs(alone - beside) > eps[task.args.amp] ** 0.5 * max(abs(alone), abs(beside)):

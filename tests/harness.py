@@ -251,7 +251,7 @@ def train(
             for r in ranks
         ]
         results = run_processes(targets, scratch, timeout)
-        gradients = [torch.load(path) for path in records if path.exists()]
+        gradients = [torch.load(path, map_location="cpu") for path in records if path.exists()]
     codes = [code for code, _, _ in results]
     failed = [code for code in codes if code]
     told = [code for code in failed if code != machinery.process.FAILED]

@@ -33,6 +33,7 @@ from torch import nn
 import common
 import machinery.cli
 import machinery.launch
+import machinery.modes
 import machinery.process
 import machinery.run
 import machinery.usertask
@@ -122,7 +123,29 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
     assert result.code == 1 and "the run was left before its end" in result.err.splitlines()[-1]
 
 
+def test_replica_that_leaves_by_sys_exit_says_so():
+    """It is a thread, which would end alone; nn.DataParallel would have no output of it."""
+    task = SimpleNamespace(per_sample_loss=lambda *_: sys.exit(0))
+    model = machinery.modes.WithLoss(nn.Identity(), task, torch.device("cpu"), "off")
+    with pytest.raises(RuntimeError, match="the run was left before its end"):
+        model(torch.ones(1), torch.ones(1))
+
+
+def lose_a_rank(rank):
+    def agreed(stop):
+        raise RuntimeError("another rank is gone")
+
+    machinery.process.StopSignal.agreed = agreed
+
+
+def test_lost_rank_is_met_before_the_device_is_read(tmp_path):
+    """To read the device may be to wait for the lost rank, until --timeout."""
+    result = train("single", 1, *BASE, "--log-every", "1", folder=tmp_path, patch=lose_a_rank)
+    assert "another rank is gone" in result.err and not result.lines
+
+
 FAILED = machinery.process.FAILED
+HUNG = "maybe as it waited for process 0, which hung"
 TERM, INT, ABORTED = signal.SIGTERM, signal.SIGINT, -signal.SIGABRT
 ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all nodes again with --resume auto"
 
@@ -148,6 +171,7 @@ ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all n
         ([ABORTED, -9], 1, [], (1, "process 1 was killed by SIGKILL")),
         ([0, ABORTED], 1, [], (1, "process 1 was killed by SIGABRT")),  # no other reason
         ([0, -37], 1, [], (1, "process 1 was killed by signal 37")),  # one without a name
+        ([None, ABORTED], 1, [], (1, f"process 1 was killed by SIGABRT, {HUNG}")),
     ],
 )
 def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(ended, nnodes, received, expected):

@@ -1,6 +1,7 @@
 """Sharded training: the same run as on one device, resumed in any mode; what is cut, and what is refused."""
 
 import functools
+import importlib
 import os
 import subprocess
 
@@ -189,6 +190,32 @@ def shares_of(name, size):
     machinery.modes.shard(net, machinery.usertask.large_modules(net), mesh)
     own = sum(parameter.to_local().numel() for parameter in net.parameters())
     print(own / total)
+
+
+def refuse_to_move(rank):
+    """Let no network move to a device as a whole, and the check see shards."""
+    build = machinery.usertask.Task.build_net
+    script = importlib.import_module("train_fsdp")
+
+    def build_net(task):
+        net = build(task)
+        net.to = None  # not callable
+        return net
+
+    def check(task, net, *rest):
+        assert all(hasattr(parameter, "full_tensor") for parameter in net.parameters())
+        machinery.usertask.check_run(task, net, *rest)
+
+    machinery.usertask.Task.build_net, script.check_run = build_net, check
+
+
+def test_network_and_average_are_cut_before_they_reach_a_device(tmp_path):
+    """fully_shard moves them part by part; the check before the run comes later."""
+    argv = (*NET, "--average", "ema", "--epochs", "1")
+    result = train("fsdp", 2, *argv, folder=tmp_path, patch=refuse_to_move)
+    assert result.code == 0, result.err
+    found, wanted = result.checkpoint()["average"], undisturbed("fsdp", 2, *argv).checkpoint()
+    assert deviation(found, wanted["average"]) == 0, "the check leaves no trace"
 
 
 NETS = {"mlp": lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])}

@@ -204,3 +204,28 @@ def test_replicas_on_one_gpu_compute_what_one_of_them_computes(tmp_path):
     two = train("dp", 2, *argv, folder=tmp_path / "two", patch=two_replicas_on_one_gpu)
     assert one.code == two.code == 0, two.err
     assert deviation(two.gradients[0][0], one.gradients[0][0]) < 1e-10
+
+
+# ------------------------------------------------------------------------------- two GPUs or more
+
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@several
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("dp", EMA),
+        ("spawn", EMA),
+        ("fsdp", EMA),
+        ("fsdp", ["--freeze", "conv*"]),  # modules that a backward gathers and does not use
+    ],
+)
+def test_two_gpus_compute_what_one_of_them_computes(mode, options, tmp_path):
+    """Over an evaluation, after which a backward of fsdp gathers one module too many."""
+    argv = (*EXACT, "--epochs", "2", "--accum-steps", "3", "--device", GPU, *options)
+    one = train("single", 1, *argv, folder=tmp_path / "one")
+    two = train(mode, 2, *argv, folder=tmp_path / "two")
+    assert (one.code, two.code, two.err) == (0, 0, "")
+    for part in ("model", "average")[: 1 + (options is EMA)]:
+        assert deviation(two.checkpoint()[part], one.checkpoint()[part]) < 1e-10

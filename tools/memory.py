@@ -1,9 +1,10 @@
 """Measure what each rank holds with DDP and with shards: `python tools/memory.py [N ...]`.
 
-A network of 25 linear layers (105 MB), SGD with momentum, two steps on the CPU. "held" is what
-parameters, gradients and momentum take on a rank after a step; "peak" is how far the memory of its
-process grew over what it had before the network was built; "sent" is what the loopback carried in a
-step, over all ranks.
+A network of 25 linear layers (105 MB), SGD with momentum, two steps. "held" is what parameters,
+gradients and momentum take on a rank after a step. "built" and "peak" are the most that a rank had
+until the network was ready, and in the steps: of its device, or on a CPU how far its process grew
+over what it had before the network was built. "sent" is what the loopback carried in a step, over
+all ranks; devices may have other ways.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import backend, set_up_device
 from machinery.modes import mesh_of_ranks, shard
 from machinery.process import stay_on_this_machine
 from machinery.usertask import large_modules
@@ -34,20 +36,33 @@ def sent() -> int:
     return int(line.split()[9])
 
 
+def enough_devices(n: int) -> bool:
+    return torch.accelerator.is_available() and torch.accelerator.device_count() >= n
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that the device, or on a CPU this process, has held so far."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def rank(index: int, mode: str, n: int, folder: str) -> None:
     torch.set_num_threads(1)
+    device = set_up_device("auto" if enough_devices(n) else "cpu", local_rank=index)
     place, patience = f"file://{folder}/{mode}{n}", timedelta(seconds=120)
-    dist.init_process_group("gloo", place, patience, n, index)
+    dist.init_process_group(backend(device), place, patience, n, index)
     dist.barrier()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes(device)
     torch.manual_seed(0)
     model = net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     if mode == "ddp":
-        model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(net.to(device), gradient_as_bucket_view=True)
     else:
-        shard(net, large_modules(net), mesh_of_ranks(torch.device("cpu"), None))
+        shard(net, large_modules(net), mesh_of_ranks(device, None))
+    built = peak_bytes(device) - before
     optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
-    inputs = torch.randn(4, WIDTH)
+    inputs = torch.randn(4, WIDTH, device=device)
     for step in range(STEPS):
         model(inputs).square().mean().backward()
         optimizer.step()
@@ -61,10 +76,10 @@ def rank(index: int, mode: str, n: int, folder: str) -> None:
             start = sent()
     dist.barrier()
     travelled = (sent() - start) / (STEPS - 1)
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    peak = peak_bytes(device) - before
     if index == 0:
-        figures = f"{held / MIB:.0f} | {peak / MIB:.0f} | {travelled / MIB:.0f}"
-        print(f"| {mode} | {n} | {figures} |", flush=True)
+        figures = " | ".join(f"{figure / MIB:.0f}" for figure in (held, built, peak, travelled))
+        print(f"| {mode} | {n} x {device.type} | {figures} |", flush=True)
     del model
     dist.barrier()
     dist.destroy_process_group()
@@ -75,8 +90,8 @@ def main() -> None:
     parser.add_argument("n", type=int, nargs="*", default=[1, 2, 4], metavar="N")
     sizes = parser.parse_args().n
     stay_on_this_machine()
-    print("| mode | ranks | held, MiB per rank | peak, MiB per rank | sent per step, MiB |")
-    print("|---|---|---|---|---|", flush=True)
+    print("| mode | ranks | held, MiB per rank | built, MiB | peak, MiB | sent per step, MiB |")
+    print("|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for n in sizes:
             for mode in ("ddp", "fsdp"):

@@ -430,7 +430,7 @@ mutant("ends: a rank leaves before the others know", "machinery/process", 'retur
 mutant("end: a rank that fails ends well", "machinery/process", "leave(FAILED if launched else 1)", "leave(0)", "test_pitfall_06_dead_rank_ends_the_job[raises]")
 mutant("print: what cannot be printed ends the run", "machinery/process", "with contextlib.suppress(OSError, ValueError):\n            self.stream.flush()", "self.stream.flush()",
        "test_what_cannot_be_printed_ends_no_run[full]")
-mutant("signals: nohup is not respected", "machinery/process", "if before == signal.SIG_IGN:", "if False:", "test_signal_that_nohup_ignores_stays_ignored")
+mutant("signals: nohup is not respected", "machinery/process", "if signal.getsignal(number) != signal.SIG_IGN:", "if True:", "test_signal_that_nohup_ignores_stays_ignored")
 mutant("stop: the others wait as long as --timeout for a save", "machinery/run", "broadcast_object(problem, self.patient)", "broadcast_object(problem)",
        "test_ranks_wait_for_a_save_longer_than_for_each_other")
 mutant("signals: Ctrl-C is stronger than the system", "machinery/process", "PRIORITY = [*SIGNALS]", "PRIORITY = [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT]",
