@@ -142,7 +142,7 @@ def per_sample_loss(outputs, targets):
         return torch.stack([(box - own).square().sum() for box, own in zip(outputs, targets)])
     if kind == "clip":
         every, first = common.gather_samples(outputs)
-        own = torch.arange(first, first + len(outputs))
+        own = torch.arange(first, first + len(outputs), device=outputs.device)
         pictures, texts = (F.cross_entropy(outputs[:, i] @ every[:, 1 - i].T, own, reduction="none")
                            for i in (0, 1))  # fmt: skip
         return pictures + texts
