@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import glob
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +41,14 @@ DATASETS = {
 }
 TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 TORCHVISION |= {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+KINDS = {".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of this task."""
     add = parser.add_argument
-    add(
-        "--dataset",
-        choices=[*DATASETS],
-        default="imagefolder",
-        help="what to train on (default: %(default)s)",
-    )
+    dataset = "what to train on (default: %(default)s)"
+    add("--dataset", choices=[*DATASETS], default="imagefolder", help=dataset)
     data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
     fetch = "fetch the data set into --data-dir if it is missing"
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
@@ -87,18 +85,20 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
         return tuple(ImagesInMemory(image.expand(len(y), -1, -1, -1), y) for y in labels)
     if not args.data_dir:
         raise UsageError(f"{dataset} needs --data-dir, the directory of its files")
-    if not args.download and not Path(args.data_dir).is_dir():
-        raise UsageError(f"--data-dir {args.data_dir}: no such directory")
     return image_folders(args) if args.dataset == "imagefolder" else torchvision_arrays(args)
 
 
 def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read MNIST or CIFAR from torchvision's files into memory; --download fetches them."""
-    sets = []
+    sets, kind = [], getattr(datasets, TORCHVISION[args.dataset])
     for train in (True, False):
         try:
-            with file_lock(args.data_dir) if args.download else contextlib.nullcontext():
-                kind = getattr(datasets, TORCHVISION[args.dataset])
+            with contextlib.ExitStack() as stack:
+                if args.download:  # the processes of this machine one by one: the first fetches it
+                    Path(args.data_dir).mkdir(parents=True, exist_ok=True)
+                    descriptor = os.open(args.data_dir, os.O_RDONLY)
+                    stack.callback(os.close, descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
                 source = kind(args.data_dir, train=train, download=args.download)
         except (RuntimeError, OSError) as error:
             way = "could not be fetched" if args.download else "is not here; --download fetches it"
@@ -114,36 +114,62 @@ def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     return sets[0], sets[1]
 
 
-@contextlib.contextmanager
-def file_lock(folder: str) -> Iterator[None]:
-    """Let the processes of this machine into the block one by one: only the first downloads."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
-    """Read --data-dir: one folder per class under train/, and under val/ or test/."""
-    root = Path(args.data_dir)
-    folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if not (root / "train").is_dir() or folder is None:
-        wanted = "train/ and val/ (or test/), each with one folder per class"
-        raise UsageError(f"--data-dir {root}: needs {wanted}")
+    """Read --data-dir: one directory per class under train/, and under val/ or test/."""
+    train, val, classes = find_classes(args)
+    if only := ", ".join(sorted({*directories(val)} - {*classes})):
+        raise UsageError(f"--data-dir {args.data_dir}: {train} lacks classes of {val}: {only}")
     size = args.image_size or DATASETS["imagefolder"][1]
-    try:
-        train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
-        val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
-    except FileNotFoundError as error:  # no class, or a class without an image
-        raise UsageError(f"--data-dir {root}: {error}") from error
-    if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
-        # Labels number the folders: a missing class would shift the rest.
-        problem = "training and evaluation set must have the same classes"
-        raise UsageError(f"--data-dir {root}: {problem}; only one of them has {only}")
-    return train, val
+    return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
+
+
+def find_classes(args: Namespace) -> tuple[Path, Path, list[str]]:
+    """Return the directories of the training and the evaluation set, and the classes' names."""
+    root, train = Path(args.data_dir), Path(args.data_dir, "train")
+    names = ("val", "test")
+    val = next((root / name for name in names if (root / name).is_dir()), root / names[0])
+    if not train.is_dir() or not val.is_dir():
+        found = ", ".join(directories(root)) or "no directory"
+        raise UsageError(f"--data-dir {root}: needs {train} and {val}; it has {found}")
+    classes = directories(train)
+    if len(classes) < 2:
+        found = ", ".join(directories(train, "*/*/")[:9] or classes) or "no directory"
+        problem = f"{train} needs a directory for each of two or more classes; it has {found}"
+        raise UsageError(f"--data-dir {root}: {problem}. Is that a level too deep?")
+    return train, val, classes
+
+
+def directories(folder: Path, pattern: str = "*/") -> list[str]:
+    """Return the names of the directories in a directory, but of hidden ones."""
+    return sorted(name.rstrip("/") for name in glob.glob(pattern, root_dir=folder))
+
+
+class Pictures(datasets.ImageFolder):
+    """Pictures of these classes, one directory each. Prints their number and what is left out."""
+
+    def __init__(self, folder: Path, classes: list[str], size: int, training: bool) -> None:
+        self.names, left_out = classes, Counter()
+
+        def is_picture(path: str) -> bool:
+            hidden = "/." in path.removeprefix(str(folder))
+            kind = "hidden" if hidden else os.path.splitext(path)[1].lower()
+            left_out[kind or "without a suffix"] += kind not in KINDS
+            return kind in KINDS
+
+        super().__init__(folder, pipeline(size, training), None, read_image, is_picture, True)
+        left_out["beside the classes"] = sum(entry.is_file() for entry in os.scandir(folder))
+        found = f"{folder}: {len(self)} pictures, {len(classes)} classes"
+        if counts := ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n):
+            found += f"; left out: {counts}"
+        if empty := [classes[n] for n in sorted({*range(len(classes))} - {*self.targets})]:
+            found += f"; classes without a picture: {len(empty)}, as {', '.join(empty[:5])}"
+        if len(self) == 0 or (training and empty):
+            raise UsageError(f"--data-dir: {found}")
+        print0(found)
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """Return the classes of the training set: the evaluation set may have fewer."""
+        return self.names, {name: number for number, name in enumerate(self.names)}
 
 
 def pipeline(size: int, training: bool) -> v2.Transform:
@@ -241,8 +267,7 @@ def build_model(args: Namespace) -> nn.Module:
     """Return --model for --dataset. It takes uint8 images and normalises them on its device."""
     channels, side, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
-        folders = (Path(args.data_dir) / "train").iterdir()
-        classes = sum(folder.is_dir() for folder in folders)
+        classes = len(find_classes(args)[2])
     if args.model == "resnet9":
         if args.pretrained:
             raise UsageError("--pretrained: torchvision has no weights for resnet9; see --weights")

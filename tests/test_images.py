@@ -122,10 +122,48 @@ def test_folders_are_classes_and_val_goes_before_test(tmp_path):
     assert train_set[0][0].shape == (3, 16, 16) and folders()[1][0][0].shape == (3, 224, 224)
     (tmp_path / "val").rename(tmp_path / "other")
     assert "test/ant" in folders()[1].samples[0][0]
-    (tmp_path / "test" / "ant").rename(tmp_path / "test" / "bee")
-    with pytest.raises(common.UsageError, match=r"must have the same classes.*ant, bee"):
-        folders()
     assert task.build_model(arguments(tmp_path)).head.out_features == 2
+
+
+def test_what_is_no_picture_of_a_class_is_left_out_and_said(tmp_path, capfd):
+    image = noise(3, 8, 8)
+    args = image_tree(tmp_path, [image] * 4, "--image-size", "8")
+    read = "a/x.JFIF a/y.gif a/deeper/z.webp"
+    left_out = "a/._00.jpg a/.old/x.png .ipynb/x.png a/b.heic a/c.txt a/d.txt a/e f.png"
+    for name in f"{read} {left_out}".split():
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = {".JFIF": "JPEG", ".gif": "GIF", ".webp": "WEBP"}.get(path.suffix, "PNG")
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path, kind)
+    (tmp_path / "val" / "a").rename(tmp_path / "val" / ".a")
+    train_set, val_set = task.build_datasets(args)
+    assert train_set.targets == [0] * 5 + [1] * 2 and len({*train_set.samples}) == 7
+    assert all(sample.shape == (3, 8, 8) for sample, _ in train_set)
+    assert val_set.targets == [1, 1] and val_set.classes == train_set.classes == ["a", "b"]
+    said = [line.removeprefix(str(tmp_path)) for line in capfd.readouterr().out.splitlines()]
+    found, left = said[0].split("; left out: ")
+    assert found == "/train: 7 pictures, 2 classes"
+    wanted = {"2 hidden", "1 .heic", "2 .txt", "1 without a suffix", "1 beside the classes"}
+    assert {*left.split(", ")} == wanted
+    assert said[1:] == ["/val: 2 pictures, 2 classes; classes without a picture: 1, as a"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "before", "after", "message"),
+    [
+        ("train val", "b", "a/b", r"two or more classes; it has a/b\. Is that a level too deep\?"),
+        ("train", "b/1.png", "b/1.svg", r"left out: 1 \.svg; .* without a picture: 1, as b$"),
+    ],
+)
+def test_directory_without_a_picture_of_each_class_is_refused(
+    parts, before, after, message, tmp_path
+):
+    args = image_tree(tmp_path, noise(2, 3, 8, 8))
+    (tmp_path / "train" / "b" / "01.png").rename(tmp_path / "train" / "b" / "1.png")
+    for part in parts.split():
+        (tmp_path / part / before).rename(tmp_path / part / after)
+    with pytest.raises(common.UsageError, match=message):
+        task.build_datasets(args)
 
 
 @pytest.mark.full
