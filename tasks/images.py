@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from torchvision import datasets, models
 from torchvision.io import decode_jpeg, read_file
 from torchvision.transforms import v2
@@ -50,6 +50,8 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     dataset = "what to train on (default: %(default)s)"
     add("--dataset", choices=[*DATASETS], default="imagefolder", help=dataset)
     data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
+    held_out = "the evaluation set: a path, from --data-dir (default: val, validation or test)"
+    val_dir = add("--val-dir", metavar="NAME", help=held_out)
     fetch = "fetch the data set into --data-dir if it is missing"
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
     download = add("--download", **switch, help=fetch)
@@ -59,7 +61,7 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     add("--model", metavar="NAME", default="resnet9", help=model)
     pretrained = "start from torchvision's weights for --model"
     weights = add("--pretrained", **switch, help=pretrained)
-    for option in (data_dir, download, weights):
+    for option in (data_dir, val_dir, download, weights):
         option.may_change = True  # when a run is resumed
     smoothing = "probability spread over all classes (default: %(default)s)"
     add("--label-smoothing", type=float, metavar="X", default=0.1, help=smoothing)
@@ -115,27 +117,35 @@ def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
 
 
 def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
-    """Read --data-dir: one directory per class under train/, and under val/ or test/."""
+    """Read --data-dir: one directory per class under train/, and in --val-dir."""
     train, val, classes = find_classes(args)
     if only := ", ".join(sorted({*directories(val)} - {*classes})):
         raise UsageError(f"--data-dir {args.data_dir}: {train} lacks classes of {val}: {only}")
     size = args.image_size or DATASETS["imagefolder"][1]
-    return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
+    if not args.eval_only:
+        return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
+    held_out = Pictures(val, classes, size, False)
+    # Nothing is trained: neither train/ nor --batch-size matters.
+    repeated = ConcatDataset([held_out] * -(-args.batch_size // len(held_out)))
+    repeated.targets = held_out.targets * len(repeated.datasets)  # for --balanced
+    return repeated, held_out
 
 
 def find_classes(args: Namespace) -> tuple[Path, Path, list[str]]:
-    """Return the directories of the training and the evaluation set, and the classes' names."""
+    """Return the directories of the training and the evaluation set, and the classes' names.
+
+    --eval-only needs the second directory alone.
+    """
     root, train = Path(args.data_dir), Path(args.data_dir, "train")
-    names = ("val", "test")
+    names = [args.val_dir] if args.val_dir else ["val", "validation", "test"]
     val = next((root / name for name in names if (root / name).is_dir()), root / names[0])
-    if not train.is_dir() or not val.is_dir():
-        found = ", ".join(directories(root)) or "no directory"
-        raise UsageError(f"--data-dir {root}: needs {train} and {val}; it has {found}")
+    if args.eval_only and not train.is_dir():
+        train = val
     classes = directories(train)
-    if len(classes) < 2:
-        found = ", ".join(directories(train, "*/*/")[:9] or classes) or "no directory"
-        problem = f"{train} needs a directory for each of two or more classes; it has {found}"
-        raise UsageError(f"--data-dir {root}: {problem}. Is that a level too deep?")
+    if len(classes) < 2 or not val.is_dir():
+        wanted = f"{train}, with a directory for each of two or more classes, and {val}"
+        found = ", ".join(directories(root) + directories(root, "*/*/")[:9]) or "no directory"
+        raise UsageError(f"--data-dir {root}: needs {wanted}; found {found}: a level too deep?")
     return train, val, classes
 
 
@@ -158,9 +168,8 @@ class Pictures(datasets.ImageFolder):
 
         super().__init__(folder, pipeline(size, training), None, read_image, is_picture, True)
         left_out["beside the classes"] = sum(entry.is_file() for entry in os.scandir(folder))
-        found = f"{folder}: {len(self)} pictures, {len(classes)} classes"
-        if counts := ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n):
-            found += f"; left out: {counts}"
+        counts = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n) or "nothing"
+        found = f"{folder}: {len(self)} pictures, {len(classes)} classes; left out: {counts}"
         if empty := [classes[n] for n in sorted({*range(len(classes))} - {*self.targets})]:
             found += f"; classes without a picture: {len(empty)}, as {', '.join(empty[:5])}"
         if len(self) == 0 or (training and empty):
@@ -188,8 +197,12 @@ def read_image(path: str) -> Tensor:
         return decode_jpeg(read_file(path), mode="RGB")  # twice as fast as PIL
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits of grey, of which PIL would cut the upper 8
-                image = image.point(lambda value: value * (1 / 256)).convert("L")
+            if image.mode.startswith(("I", "F")):  # grey, in more than 8 bits or in floats
+                values = np.asarray(image)  # the largest one tells what is white
+                white = next((w for w in (1, 255, 4095, 65535) if values.max() <= w), None)
+                if white is None or not values.min() >= 0:
+                    raise ValueError(f"{values.min()} to {values.max()}: no range of grey values")
+                image = Image.fromarray((values * (255 / white)).round().astype(np.uint8))
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except Exception as error:  # PIL raises almost anything
         raise OSError(f"{path}: {error}") from None

@@ -126,9 +126,9 @@ spawn 2 | --dist-url tcp://localhost:99999 | --dist-url tcp://localhost:99999: V
 single 1 | --task TMP/neighbour.py | --task TMP/neighbour.py, line 1: SyntaxError
 single 1 | --task TMP/leaves.py | --task TMP/leaves.py, line 3: SystemExit: usage: leaves.py FILE
 single 1 | --task TMP/bytes.py | --task TMP/bytes.py, line 1: SyntaxError
-single 1 | IMAGES/no-train | --data-dir TMP/no-train: needs TMP/no-train/train and TMP/no-train/val; it has val
-single 1 | IMAGES/no-class | --data-dir TMP/no-class: TMP/no-class/train needs a directory for each of two or more classes; it has no directory
-single 1 | IMAGES/empty | --data-dir: TMP/empty/train: 4 pictures, 2 classes; classes without a picture: 1, as b
+single 1 | IMAGES/no-train | --data-dir TMP/no-train: needs TMP/no-train/train, with a directory for each of two or more classes, and TMP/no-train/val; found val, val/a, val/b
+single 1 | IMAGES/no-class | --data-dir TMP/no-class: needs TMP/no-class/train, with a directory for each of two or more classes, and TMP/no-class/val; found train, val, val/a, val/b
+single 1 | IMAGES/empty | --data-dir: TMP/empty/train: 2 pictures, 2 classes; left out: nothing; classes without a picture: 1, as b
 single 1 | IMAGES/more | --data-dir TMP/more: TMP/more/train lacks classes of TMP/more/val: c
 single 1 | IMAGES/torn | of the training set: RuntimeError: sample
 single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss: ValueError: loss must be one number per sample, shape [n], got shape []
@@ -154,7 +154,7 @@ single 1 | --dataset cifar10 | --dataset belongs to --task images
 single 1 | --data-dir TMP | --data-dir belongs to --task detect or images or pose
 single 1 | --task images --dataset cifar | (did you mean cifar10?)
 single 1 | --task images | --dataset imagefolder needs --data-dir
-single 1 | --task images --data-dir TMP/nowhere | --data-dir TMP/nowhere: needs TMP/nowhere/train and TMP/nowhere/val; it has no directory
+single 1 | --task images --data-dir TMP/nowhere | --data-dir TMP/nowhere: needs TMP/nowhere/train, with a directory for each of two or more classes, and TMP/nowhere/val; found no directory
 single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
 single 1 | --task images --dataset cifar10 --data-dir TMP --image-size 16 | --image-size 16 has no effect on --dataset cifar10
 single 1 | --task images --dataset synthetic --image-size 7 | --image-size 7: must be a whole number, at least 8
