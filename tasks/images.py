@@ -63,7 +63,7 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     weights = add("--pretrained", **switch, help=pretrained)
     for option in (data_dir, val_dir, download, weights):
         option.may_change = True  # when a run is resumed
-    smoothing = "probability spread over all classes (default: %(default)s)"
+    smoothing = "probability spread over all classes, in evaluation too (default: %(default)s)"
     add("--label-smoothing", type=float, metavar="X", default=0.1, help=smoothing)
 
 
@@ -281,6 +281,8 @@ def build_model(args: Namespace) -> nn.Module:
     channels, side, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
         classes = len(find_classes(args)[2])
+        if args.model == "efficientnet_v2_l":  # torchvision's weights for it were made for these
+            mean = std = (127.5,) * 3
     if args.model == "resnet9":
         if args.pretrained:
             raise UsageError("--pretrained: torchvision has no weights for resnet9; see --weights")
@@ -305,8 +307,7 @@ def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module
         raise UsageError(f"--model {args.model} {problem}; use resnet9")
     options = {}
     if args.model in ("googlenet", "inception_v3"):  # they would return two outputs
-        options = {"aux_logits": False, "init_weights": True}
-        options["transform_input"] = args.pretrained
+        options = {"aux_logits": False, "init_weights": True, "transform_input": True}
     model = models.get_model(args.model, weights=None, num_classes=classes, **options)
     if args.pretrained:
         weights = models.get_model_weights(args.model).DEFAULT

@@ -375,8 +375,18 @@ def test_models_of_torchvision_have_one_output_and_the_classes_of_the_data(pretr
         net = task.build_model(make_args("single", *argv, "--model", name))
         assert net.weight.equal(trained.weight) == pretrained
     plain = {"weights": None, "num_classes": 1000}
-    one = {**plain, "aux_logits": False, "init_weights": True, "transform_input": pretrained}
+    one = {**plain, "aux_logits": False, "init_weights": True, "transform_input": True}
     assert told == [("resnet18", plain), ("googlenet", one), ("inception_v3", one)]
+
+
+def test_models_of_torchvision_see_images_as_their_weights_did(tmp_path, monkeypatch):
+    image_tree(tmp_path, noise(2, 3, 8, 8))
+    monkeypatch.setattr(models, "get_model", lambda name, **settings: nn.Linear(1, 1))
+    for name in models.list_models(module=models):
+        seen = task.build_model(arguments(tmp_path, "--model", name))
+        made = models.get_model_weights(name).DEFAULT.transforms()
+        for own, wanted in ((seen.pixel_mean, made.mean), (seen.pixel_std, made.std)):
+            assert (own.flatten() / 255 - torch.tensor(wanted)).abs().max() < 1e-3, name
 
 
 def test_model_for_three_channels_is_refused_for_one(tmp_path):
