@@ -52,15 +52,13 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
     held_out = "the evaluation set: a path, from --data-dir (default: val, validation or test)"
     val_dir = add("--val-dir", metavar="NAME", help=held_out)
-    fetch = "fetch the data set into --data-dir if it is missing"
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
-    download = add("--download", **switch, help=fetch)
+    download = add("--download", **switch, help="fetch the data set if --data-dir lacks it")
     side = "side of the square images of imagefolder and synthetic (default: 224)"
     add("--image-size", type=int, metavar="N", help=side)
-    model = "resnet9, or any classification model of torchvision (default: %(default)s)"
+    model = "resnet9, for small images, or any classifier of torchvision (default: %(default)s)"
     add("--model", metavar="NAME", default="resnet9", help=model)
-    pretrained = "start from torchvision's weights for --model"
-    weights = add("--pretrained", **switch, help=pretrained)
+    weights = add("--pretrained", **switch, help="start from torchvision's weights for --model")
     for option in (data_dir, val_dir, download, weights):
         option.may_change = True  # when a run is resumed
     smoothing = "probability spread over all classes, in evaluation too (default: %(default)s)"
@@ -104,8 +102,9 @@ def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
                 source = kind(args.data_dir, train=train, download=args.download)
         except (RuntimeError, OSError) as error:
             way = "could not be fetched" if args.download else "is not here; --download fetches it"
-            problem = f"{args.dataset} {way} ({error})"
-            raise UsageError(f"--data-dir {args.data_dir}: {problem}") from error
+            raise UsageError(
+                f"--data-dir {args.data_dir}: {args.dataset} {way} ({error})"
+            ) from error
         images = torch.as_tensor(source.data)
         images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2)
         shift = images.shape[-1] // 8 if train else 0
@@ -278,7 +277,7 @@ class ResNet9(nn.Module):
 
 def build_model(args: Namespace) -> nn.Module:
     """Return --model for --dataset. It takes uint8 images and normalises them on its device."""
-    channels, side, classes, mean, std = DATASETS[args.dataset]
+    channels, _, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
         classes = len(find_classes(args)[2])
         if args.model == "efficientnet_v2_l":  # torchvision's weights for it were made for these
@@ -288,9 +287,7 @@ def build_model(args: Namespace) -> nn.Module:
             raise UsageError("--pretrained: torchvision has no weights for resnet9; see --weights")
         model = ResNet9(channels, classes)
     else:
-        model = torchvision_model(args, channels, classes)
-        if (args.image_size or side) < 64:
-            print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
+        model = torchvision_model(args, classes)
     dtype = getattr(torch, args.dtype)
     # Buffers, so that they move with the model, but not of a state dict; and a hook, not a layer:
     # parameters keep plain names.
@@ -301,10 +298,7 @@ def build_model(args: Namespace) -> nn.Module:
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
 
 
-def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module:
-    if channels != 3:
-        problem = f"takes 3 channels, --dataset {args.dataset} has {channels}"
-        raise UsageError(f"--model {args.model} {problem}; use resnet9")
+def torchvision_model(args: Namespace, classes: int) -> nn.Module:
     options = {}
     if args.model in ("googlenet", "inception_v3"):  # they would return two outputs
         options = {"aux_logits": False, "init_weights": True, "transform_input": True}
@@ -317,8 +311,7 @@ def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module
 
 def normalize(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Turn uint8 images [n, C, H, W] into numbers with about zero mean and unit variance."""
-    (images,) = inputs
-    return ((images.to(model.pixel_mean.dtype) - model.pixel_mean) / model.pixel_std,)
+    return ((inputs[0].to(model.pixel_mean.dtype) - model.pixel_mean) / model.pixel_std,)
 
 
 # ------------------------------------------------------------------------------- loss and metrics

@@ -389,12 +389,6 @@ def test_models_of_torchvision_see_images_as_their_weights_did(tmp_path, monkeyp
             assert (own.flatten() / 255 - torch.tensor(wanted)).abs().max() < 1e-3, name
 
 
-def test_model_for_three_channels_is_refused_for_one(tmp_path):
-    args = arguments(tmp_path, "--model", "resnet18", dataset="mnist")
-    with pytest.raises(common.UsageError, match="resnet18 takes 3 channels, --dataset mnist"):
-        task.build_model(args)
-
-
 def test_label_smoothing_reaches_the_loss():
     outputs = torch.randn(5, 10, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 3, 3, 9, 1])
