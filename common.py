@@ -743,7 +743,8 @@ class Meter:
                 kind = type(value).__name__
                 found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else kind
                 found += f" of {len(value)}" if isinstance(value, list) else ""
-                raise ValueError(f"{name} must be one number per sample, shape [n], got {found}")
+                wanted = 'one number per sample, shape [n], as with reduction="none"'
+                raise ValueError(f"{name} must be {wanted}; got {found}")
             exact = value.is_floating_point() and value.device == self.device
             rows[name] = value if exact else value.to(self.device, self.dtype)
         self.names = self.names or [*rows]

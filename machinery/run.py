@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -422,7 +423,8 @@ class Log:
         self.began, self.waited, self.samples_before = now, 0.0, 0
         self.meter.clear()
         state.scaler.skipped.zero_()
-        warning = f"  skipped {skipped} steps with non-finite gradients" if skipped else ""
+        reason = "a gradient was not finite, or no sample had a weight"
+        warning = f"  skipped {skipped} steps: {reason}" if skipped else ""
         values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
         speed = f"{line['images_per_s']:.0f} images/s  data {line['data_wait']:.0%}"
         text = f"{values}  lr {line['lr']:.5g}  {speed}{warning}"
@@ -501,7 +503,8 @@ class RunFiles:
         self.only_reads = eval_only and any(directory.glob("*.pt"))
         name = os.devnull if self.only_reads else directory / "metrics.jsonl"
         self.log = open(name, "ab+")  # noqa: SIM115
-        at_end.callback(self.log.close)  # a notebook may keep an exception, and with it this object
+        log = weakref.ref(self.log)  # a notebook may keep an exception, and with it this object
+        at_end.callback(lambda: log() and log().close())
         try:
             if not self.only_reads:
                 fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -258,6 +258,8 @@ def check_tensors(net: nn.Module, where: str, mode: str) -> None:
             problem = f"{name} has sparse gradients, which ranks cannot average"
             raise UsageError(f"{where}: {problem}; leave out sparse=True")
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+        if mode == "fsdp" and isinstance(tensor, nn.Parameter) and not tensor.dim():
+            raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
         if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
@@ -314,7 +316,7 @@ def check_run(
     last = [*range(0, n, size)][-1]  # the last batch may be smaller
     for batch in [*range(min(n, size))], [*range(last, n)]:
         check_samples(task, net, device, val.dataset, batch, meter, "evaluation")
-    check_neighbours(task, net, device, train.dataset, micro_batch)
+    check_neighbours(task, net, device, val.dataset, [*range(min(n, size))])
     check_smallest_slice(task, net, device, train)
 
     where = f"--task {args.task}"
@@ -383,31 +385,35 @@ def check_samples(
 def check_neighbours(
     task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
 ) -> None:
-    """Raise UsageError if the loss of a sample depends on the other samples of its batch.
+    """Raise UsageError if the loss or a metric of a sample depends on the others in its batch.
 
     Another number of ranks would cut the batch elsewhere, and train another network.
     """
 
-    def loss_of_first(samples: list[int], draw: int) -> float:
+    def of_first(samples: list[int], draw: int) -> dict[str, float]:
         inputs, targets = common.to_device(keyed.__getitems__((0, samples)), device)
         seed_rng(task.args.seed, -3, draw)
         with common.autocast(device, task.args.amp):
-            return task.per_sample_loss(net(inputs), targets)[0].item()
+            outputs = net(inputs)
+            values = {"loss": task.per_sample_loss(outputs, targets)}
+            values |= task.per_sample_metrics(outputs, targets)
+        return {name: v[0].item() for name, v in values.items() if isinstance(v, Tensor)}
 
-    beside, again = loss_of_first(indices, 0), loss_of_first(indices, 1)
+    beside, again = of_first(indices, 0), of_first(indices, 1)
     try:
-        alone = loss_of_first(indices[:1], 0)  # always: each forward of fsdp needs all ranks
+        alone = of_first(indices[:1], 0)  # always: each forward of fsdp needs all ranks
     except Exception:  # a batch of one may never come
         return
-    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
-        return
     eps = {"off": torch.finfo(getattr(torch, task.args.dtype)).eps, "bf16": 2**-8, "fp16": 2**-11}
-    if abs(alone - beside) > eps[task.args.amp] ** 0.5 * max(abs(alone), abs(beside)):
-        found = (
-            f"sample {indices[0]} has the loss {beside:.6g} beside others, and {alone:.6g} alone"
-        )
-        advice = "compare samples by common.gather_samples, or look at each by itself"
-        raise UsageError(f"--task {task.path}: {found}; {advice}")
+    for name, value in beside.items():
+        if common.gather_samples.used or value != again[name]:  # on purpose, or it draws numbers
+            continue
+        if abs(alone[name] - value) > eps[task.args.amp] ** 0.5 * max(abs(alone[name]), abs(value)):
+            found = f"{name} of sample {indices[0]} is {value:.6g} beside others, and "
+            found += f"{alone[name]:.6g} alone"
+            advice = "sum over each sample and divide by loss_weights, or compare by gather_samples"
+            advice = advice if name == "loss" else "use dataset_metrics for the whole set"
+            raise UsageError(f"--task {task.path}: {found}; {advice}")
 
 
 @torch.no_grad()

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import glob
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from torchvision import datasets, models
 from torchvision.io import decode_jpeg, read_file
 from torchvision.transforms import v2
@@ -40,30 +41,27 @@ DATASETS = {
 }
 TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 TORCHVISION |= {"cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+KINDS = {".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of this task."""
     add = parser.add_argument
-    add(
-        "--dataset",
-        choices=[*DATASETS],
-        default="imagefolder",
-        help="what to train on (default: %(default)s)",
-    )
+    dataset = "what to train on (default: %(default)s)"
+    add("--dataset", choices=[*DATASETS], default="imagefolder", help=dataset)
     data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
-    fetch = "fetch the data set into --data-dir if it is missing"
+    held_out = "the evaluation set: a path, from --data-dir (default: val, validation or test)"
+    val_dir = add("--val-dir", metavar="NAME", help=held_out)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
-    download = add("--download", **switch, help=fetch)
+    download = add("--download", **switch, help="fetch the data set if --data-dir lacks it")
     side = "side of the square images of imagefolder and synthetic (default: 224)"
     add("--image-size", type=int, metavar="N", help=side)
-    model = "resnet9, or any classification model of torchvision (default: %(default)s)"
+    model = "resnet9, for small images, or any classifier of torchvision (default: %(default)s)"
     add("--model", metavar="NAME", default="resnet9", help=model)
-    pretrained = "start from torchvision's weights for --model"
-    weights = add("--pretrained", **switch, help=pretrained)
-    for option in (data_dir, download, weights):
+    weights = add("--pretrained", **switch, help="start from torchvision's weights for --model")
+    for option in (data_dir, val_dir, download, weights):
         option.may_change = True  # when a run is resumed
-    smoothing = "probability spread over all classes (default: %(default)s)"
+    smoothing = "probability spread over all classes, in evaluation too (default: %(default)s)"
     add("--label-smoothing", type=float, metavar="X", default=0.1, help=smoothing)
 
 
@@ -87,23 +85,26 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
         return tuple(ImagesInMemory(image.expand(len(y), -1, -1, -1), y) for y in labels)
     if not args.data_dir:
         raise UsageError(f"{dataset} needs --data-dir, the directory of its files")
-    if not args.download and not Path(args.data_dir).is_dir():
-        raise UsageError(f"--data-dir {args.data_dir}: no such directory")
     return image_folders(args) if args.dataset == "imagefolder" else torchvision_arrays(args)
 
 
 def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read MNIST or CIFAR from torchvision's files into memory; --download fetches them."""
-    sets = []
+    sets, kind = [], getattr(datasets, TORCHVISION[args.dataset])
     for train in (True, False):
         try:
-            with file_lock(args.data_dir) if args.download else contextlib.nullcontext():
-                kind = getattr(datasets, TORCHVISION[args.dataset])
+            with contextlib.ExitStack() as stack:
+                if args.download:  # the processes of this machine one by one: the first fetches it
+                    Path(args.data_dir).mkdir(parents=True, exist_ok=True)
+                    descriptor = os.open(args.data_dir, os.O_RDONLY)
+                    stack.callback(os.close, descriptor)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
                 source = kind(args.data_dir, train=train, download=args.download)
         except (RuntimeError, OSError) as error:
             way = "could not be fetched" if args.download else "is not here; --download fetches it"
-            problem = f"{args.dataset} {way} ({error})"
-            raise UsageError(f"--data-dir {args.data_dir}: {problem}") from error
+            raise UsageError(
+                f"--data-dir {args.data_dir}: {args.dataset} {way} ({error})"
+            ) from error
         images = torch.as_tensor(source.data)
         images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2)
         shift = images.shape[-1] // 8 if train else 0
@@ -114,36 +115,69 @@ def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     return sets[0], sets[1]
 
 
-@contextlib.contextmanager
-def file_lock(folder: str) -> Iterator[None]:
-    """Let the processes of this machine into the block one by one: only the first downloads."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
-    """Read --data-dir: one folder per class under train/, and under val/ or test/."""
-    root = Path(args.data_dir)
-    folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if not (root / "train").is_dir() or folder is None:
-        wanted = "train/ and val/ (or test/), each with one folder per class"
-        raise UsageError(f"--data-dir {root}: needs {wanted}")
+    """Read --data-dir: one directory per class under train/, and in --val-dir."""
+    train, val, classes = find_classes(args)
+    if only := ", ".join(sorted({*directories(val)} - {*classes})):
+        raise UsageError(f"--data-dir {args.data_dir}: {train} lacks classes of {val}: {only}")
     size = args.image_size or DATASETS["imagefolder"][1]
-    try:
-        train = datasets.ImageFolder(root / "train", pipeline(size, True), loader=read_image)
-        val = datasets.ImageFolder(folder, pipeline(size, False), loader=read_image)
-    except FileNotFoundError as error:  # no class, or a class without an image
-        raise UsageError(f"--data-dir {root}: {error}") from error
-    if only := ", ".join(sorted({*train.classes} ^ {*val.classes})):
-        # Labels number the folders: a missing class would shift the rest.
-        problem = "training and evaluation set must have the same classes"
-        raise UsageError(f"--data-dir {root}: {problem}; only one of them has {only}")
-    return train, val
+    if not args.eval_only:
+        return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
+    held_out = Pictures(val, classes, size, False)
+    # Nothing is trained: neither train/ nor --batch-size matters.
+    repeated = ConcatDataset([held_out] * -(-args.batch_size // len(held_out)))
+    repeated.targets = held_out.targets * len(repeated.datasets)  # for --balanced
+    return repeated, held_out
+
+
+def find_classes(args: Namespace) -> tuple[Path, Path, list[str]]:
+    """Return the directories of the training and the evaluation set, and the classes' names.
+
+    --eval-only needs the second directory alone.
+    """
+    root, train = Path(args.data_dir), Path(args.data_dir, "train")
+    names = [args.val_dir] if args.val_dir else ["val", "validation", "test"]
+    val = next((root / name for name in names if (root / name).is_dir()), root / names[0])
+    if args.eval_only and not train.is_dir():
+        train = val
+    classes = directories(train)
+    if len(classes) < 2 or not val.is_dir():
+        wanted = f"{train}, with a directory for each of two or more classes, and {val}"
+        found = ", ".join(directories(root) + directories(root, "*/*/")[:9]) or "no directory"
+        raise UsageError(f"--data-dir {root}: needs {wanted}; found {found}: a level too deep?")
+    return train, val, classes
+
+
+def directories(folder: Path, pattern: str = "*/") -> list[str]:
+    """Return the names of the directories in a directory, but of hidden ones."""
+    return sorted(name.rstrip("/") for name in glob.glob(pattern, root_dir=folder))
+
+
+class Pictures(datasets.ImageFolder):
+    """Pictures of these classes, one directory each. Prints their number and what is left out."""
+
+    def __init__(self, folder: Path, classes: list[str], size: int, training: bool) -> None:
+        self.names, left_out = classes, Counter()
+
+        def is_picture(path: str) -> bool:
+            hidden = "/." in path.removeprefix(str(folder))
+            kind = "hidden" if hidden else os.path.splitext(path)[1].lower()
+            left_out[kind or "without a suffix"] += kind not in KINDS
+            return kind in KINDS
+
+        super().__init__(folder, pipeline(size, training), None, read_image, is_picture, True)
+        left_out["beside the classes"] = sum(entry.is_file() for entry in os.scandir(folder))
+        counts = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n) or "nothing"
+        found = f"{folder}: {len(self)} pictures, {len(classes)} classes; left out: {counts}"
+        if empty := [classes[n] for n in sorted({*range(len(classes))} - {*self.targets})]:
+            found += f"; classes without a picture: {len(empty)}, as {', '.join(empty[:5])}"
+        if len(self) == 0 or (training and empty):
+            raise UsageError(f"--data-dir: {found}")
+        print0(found)
+
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+        """Return the classes of the training set: the evaluation set may have fewer."""
+        return self.names, {name: number for number, name in enumerate(self.names)}
 
 
 def pipeline(size: int, training: bool) -> v2.Transform:
@@ -162,8 +196,12 @@ def read_image(path: str) -> Tensor:
         return decode_jpeg(read_file(path), mode="RGB")  # twice as fast as PIL
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits of grey, of which PIL would cut the upper 8
-                image = image.point(lambda value: value * (1 / 256)).convert("L")
+            if image.mode.startswith(("I", "F")):  # grey, in more than 8 bits or in floats
+                values = np.asarray(image)  # the largest one tells what is white
+                white = next((w for w in (1, 255, 4095, 65535) if values.max() <= w), None)
+                if white is None or not values.min() >= 0:
+                    raise ValueError(f"{values.min()} to {values.max()}: no range of grey values")
+                image = Image.fromarray((values * (255 / white)).round().astype(np.uint8))
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except Exception as error:  # PIL raises almost anything
         raise OSError(f"{path}: {error}") from None
@@ -239,18 +277,17 @@ class ResNet9(nn.Module):
 
 def build_model(args: Namespace) -> nn.Module:
     """Return --model for --dataset. It takes uint8 images and normalises them on its device."""
-    channels, side, classes, mean, std = DATASETS[args.dataset]
+    channels, _, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
-        folders = (Path(args.data_dir) / "train").iterdir()
-        classes = sum(folder.is_dir() for folder in folders)
+        classes = len(find_classes(args)[2])
+        if args.model == "efficientnet_v2_l":  # torchvision's weights for it were made for these
+            mean = std = (127.5,) * 3
     if args.model == "resnet9":
         if args.pretrained:
             raise UsageError("--pretrained: torchvision has no weights for resnet9; see --weights")
         model = ResNet9(channels, classes)
     else:
-        model = torchvision_model(args, channels, classes)
-        if (args.image_size or side) < 64:
-            print0(f"note: {args.model} is made for 224 pixels; for small images see resnet9")
+        model = torchvision_model(args, classes)
     dtype = getattr(torch, args.dtype)
     # Buffers, so that they move with the model, but not of a state dict; and a hook, not a layer:
     # parameters keep plain names.
@@ -261,14 +298,10 @@ def build_model(args: Namespace) -> nn.Module:
     return model.to(dtype)  # a checkpoint of --dtype float64 then loads without a further line
 
 
-def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module:
-    if channels != 3:
-        problem = f"takes 3 channels, --dataset {args.dataset} has {channels}"
-        raise UsageError(f"--model {args.model} {problem}; use resnet9")
+def torchvision_model(args: Namespace, classes: int) -> nn.Module:
     options = {}
     if args.model in ("googlenet", "inception_v3"):  # they would return two outputs
-        options = {"aux_logits": False, "init_weights": True}
-        options["transform_input"] = args.pretrained
+        options = {"aux_logits": False, "init_weights": True, "transform_input": True}
     model = models.get_model(args.model, weights=None, num_classes=classes, **options)
     if args.pretrained:
         weights = models.get_model_weights(args.model).DEFAULT
@@ -278,8 +311,7 @@ def torchvision_model(args: Namespace, channels: int, classes: int) -> nn.Module
 
 def normalize(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Turn uint8 images [n, C, H, W] into numbers with about zero mean and unit variance."""
-    (images,) = inputs
-    return ((images.to(model.pixel_mean.dtype) - model.pixel_mean) / model.pixel_std,)
+    return ((inputs[0].to(model.pixel_mean.dtype) - model.pixel_mean) / model.pixel_std,)
 
 
 # ------------------------------------------------------------------------------- loss and metrics

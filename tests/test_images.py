@@ -1,6 +1,8 @@
 """`--task images`: what is read, crops in training, pixels in evaluation, models, and the loss."""
 
 import re
+import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,11 +68,30 @@ def test_files_of_every_kind_become_bytes_of_three_channels(mode, tmp_path):
         assert (seen.int() - wanted.int()).abs().max() <= allowed
 
 
-def test_upper_eight_of_sixteen_bits_of_grey_are_read(tmp_path):
-    values = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
-    Image.fromarray(values).save(tmp_path / "deep.png")
-    seen = task.read_image(str(tmp_path / "deep.png"))
-    assert seen.equal(torch.arange(256, dtype=torch.uint8).view(16, 16).expand(3, -1, -1))
+GREY = [("uint16", 65535), ("uint16", 4095), (">u2", 65535), ("int32", 255), ("int32", 65535)]
+GREY += [("float32", 1), ("float32", 255)]
+
+
+@pytest.mark.parametrize(("kind", "white"), GREY)
+def test_grey_of_any_depth_is_read_by_its_largest_value(kind, white, tmp_path):
+    ramp = np.arange(256).reshape(16, 16)
+    values, path = (ramp * (white / 255)).astype(kind), tmp_path / "ramp.tif"
+    if kind == ">u2":  # as ImageJ writes it; PIL cannot
+        tags = {256: 16, 257: 16, 258: 16, 259: 1, 262: 1, 273: 122, 277: 1, 278: 16, 279: 512}
+        entries = b"".join(struct.pack(">HHIHH", tag, 3, 1, n, 0) for tag, n in tags.items())
+        path.write_bytes(struct.pack(">2sHIH108sI", b"MM", 42, 8, 9, entries, 0) + values.tobytes())
+    else:
+        Image.fromarray(values).save(path)
+    seen = task.read_image(str(path))
+    assert (seen.int() - torch.from_numpy(ramp)).abs().max() <= (white == 4095)
+
+
+@pytest.mark.parametrize("value", [-1, 65536, np.nan])
+def test_grey_of_an_unknown_range_is_refused_by_name(value, tmp_path):
+    values = np.array([[0.5, value]], np.float32)
+    Image.fromarray(values).save(tmp_path / "odd.tif")
+    with pytest.raises(OSError, match=r"odd\.tif: .*no range of grey values"):
+        task.read_image(str(tmp_path / "odd.tif"))
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
@@ -122,10 +143,80 @@ def test_folders_are_classes_and_val_goes_before_test(tmp_path):
     assert train_set[0][0].shape == (3, 16, 16) and folders()[1][0][0].shape == (3, 224, 224)
     (tmp_path / "val").rename(tmp_path / "other")
     assert "test/ant" in folders()[1].samples[0][0]
-    (tmp_path / "test" / "ant").rename(tmp_path / "test" / "bee")
-    with pytest.raises(common.UsageError, match=r"must have the same classes.*ant, bee"):
-        folders()
     assert task.build_model(arguments(tmp_path)).head.out_features == 2
+
+
+def test_what_is_no_picture_of_a_class_is_left_out_and_said(tmp_path, capfd):
+    image = noise(3, 8, 8)
+    args = image_tree(tmp_path, [image] * 4, "--image-size", "8")
+    read = "a/x.JFIF a/y.gif a/deeper/z.webp"
+    left_out = "a/._00.jpg a/.old/x.png .ipynb/x.png a/b.heic a/c.txt a/d.txt a/e f.png"
+    for name in f"{read} {left_out}".split():
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = {".JFIF": "JPEG", ".gif": "GIF", ".webp": "WEBP"}.get(path.suffix, "PNG")
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path, kind)
+    (tmp_path / "val" / "a").rename(tmp_path / "val" / ".a")
+    train_set, val_set = task.build_datasets(args)
+    assert train_set.targets == [0] * 5 + [1] * 2 and len({*train_set.samples}) == 7
+    assert all(sample.shape == (3, 8, 8) for sample, _ in train_set)
+    assert val_set.targets == [1, 1] and val_set.classes == train_set.classes == ["a", "b"]
+    said = [line.removeprefix(str(tmp_path)) for line in capfd.readouterr().out.splitlines()]
+    found, left = said[0].split("; left out: ")
+    assert found == "/train: 7 pictures, 2 classes"
+    wanted = {"2 hidden", "1 .heic", "2 .txt", "1 without a suffix", "1 beside the classes"}
+    assert {*left.split(", ")} == wanted
+    assert said[1:] == [
+        "/val: 2 pictures, 2 classes; left out: nothing; classes without a picture: 1, as a"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "before", "after", "message"),
+    [
+        (
+            "train val",
+            "b",
+            "a/b",
+            r"two or more classes, .* found train, val, train/a, val/a: a level",
+        ),
+        ("train", "b/1.png", "b/1.svg", r"left out: 1 \.svg; classes without a picture: 1, as b$"),
+    ],
+)
+def test_directory_without_a_picture_of_each_class_is_refused(
+    parts, before, after, message, tmp_path
+):
+    args = image_tree(tmp_path, noise(2, 3, 8, 8))
+    (tmp_path / "train" / "b" / "01.png").rename(tmp_path / "train" / "b" / "1.png")
+    for part in parts.split():
+        (tmp_path / part / before).rename(tmp_path / part / after)
+    with pytest.raises(common.UsageError, match=message):
+        task.build_datasets(args)
+
+
+def test_directory_of_the_evaluation_is_chosen_and_eval_only_needs_no_other(tmp_path):
+    image_tree(tmp_path, noise(10, 3, 8, 8))
+    (tmp_path / "val").rename(tmp_path / "validation")
+    few = tmp_path / "few" / "test"
+    for path in ("test/b", "few/test/a", "few/test/b"):
+        (tmp_path / path).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / path / "1.png")
+
+    def folder_of(*argv):
+        _, val_set = task.build_datasets(arguments(tmp_path, "--image-size", "8", *argv))
+        return str(Path(val_set.samples[0][0]).parent.parent)
+
+    assert folder_of() == str(tmp_path / "validation"), "before test"
+    for name, wanted in (("test", "test"), (few, "few/test"), ("few/test", "few/test")):
+        assert folder_of("--val-dir", str(name)) == str(tmp_path / wanted)
+
+    argv = "--task images --image-size 8 --batch-size 10 --workers 0 --epochs 1 --balanced".split()
+    first = train("single", 1, *argv, "--data-dir", tmp_path, folder=tmp_path)
+    best = tmp_path / "run" / "best.pt"
+    argv += ["--eval-only", "--resume", best, "--output-dir", tmp_path / "new"]
+    again = train("ddp", 2, *argv, "--data-dir", few.parent, folder=tmp_path)
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    assert "(2 samples)" in again.out
 
 
 @pytest.mark.full
@@ -275,6 +366,7 @@ def test_models_of_torchvision_have_one_output_and_the_classes_of_the_data(pretr
         return nn.Linear(1, 1)
 
     trained = nn.Linear(1, 1)
+    nn.init.constant_(trained.weight, 5)  # no other draw gives it
     state = SimpleNamespace(get_state_dict=lambda check_hash: trained.state_dict())
     monkeypatch.setattr(models, "get_model", get_model)
     monkeypatch.setattr(models, "get_model_weights", lambda name: SimpleNamespace(DEFAULT=state))
@@ -283,14 +375,18 @@ def test_models_of_torchvision_have_one_output_and_the_classes_of_the_data(pretr
         net = task.build_model(make_args("single", *argv, "--model", name))
         assert net.weight.equal(trained.weight) == pretrained
     plain = {"weights": None, "num_classes": 1000}
-    one = {**plain, "aux_logits": False, "init_weights": True, "transform_input": pretrained}
+    one = {**plain, "aux_logits": False, "init_weights": True, "transform_input": True}
     assert told == [("resnet18", plain), ("googlenet", one), ("inception_v3", one)]
 
 
-def test_model_for_three_channels_is_refused_for_one(tmp_path):
-    args = arguments(tmp_path, "--model", "resnet18", dataset="mnist")
-    with pytest.raises(common.UsageError, match="resnet18 takes 3 channels, --dataset mnist"):
-        task.build_model(args)
+def test_models_of_torchvision_see_images_as_their_weights_did(tmp_path, monkeypatch):
+    image_tree(tmp_path, noise(2, 3, 8, 8))
+    monkeypatch.setattr(models, "get_model", lambda name, **settings: nn.Linear(1, 1))
+    for name in models.list_models(module=models):
+        seen = task.build_model(arguments(tmp_path, "--model", name))
+        made = models.get_model_weights(name).DEFAULT.transforms()
+        for own, wanted in ((seen.pixel_mean, made.mean), (seen.pixel_std, made.std)):
+            assert (own.flatten() / 255 - torch.tensor(wanted)).abs().max() < 1e-3, name
 
 
 def test_label_smoothing_reaches_the_loss():

@@ -112,7 +112,7 @@ def figures(text):
         r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
         r"loss (?P<loss>-?\d+\.\d{6}|nan)  (?:odd (?P<odd>\d\.\d{6})  )?lr (?P<lr>[\d.e-]+)  "
         r"(?P<speed>\d+) images/s  data (?P<wait>\d+)%"
-        r"(?:  skipped (?P<skipped>\d+) steps with non-finite gradients)?",
+        r"(?:  skipped (?P<skipped>\d+) steps: a gradient was not finite, or no sample had a weight)?",
         text,
     )
     assert found, text

@@ -281,7 +281,7 @@ def test_script_alone_checks_too(mode, tmp_path):
     (tmp_path / "mean.py").write_text(MEAN)
     result = train(mode, 1, "--task", tmp_path / "mean.py", folder=tmp_path, patch=checked)
     assert result.code == 2 and len(result.err.splitlines()) == 1
-    problem = "ValueError: loss must be one number per sample, shape [n], got shape []"
+    problem = 'ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []'
     assert f"per_sample_loss: {problem}" in result.err
 
 

@@ -65,7 +65,7 @@ mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total
 mutant("meter: weights ignored", "common", "totals.get(name + WEIGHT, count)", "count", METER)
 mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate", stack)', "stack", TOKENS)
 mutant("to_device: objects stay", "common", 'lambda value: hasattr(value, "to")', "torch.is_tensor", "test_what_has_to_is_moved")
-mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, train.dataset, micro_batch)", "pass",
+mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, val.dataset, [*range(min(n, size))])", "pass",
        f"{REFUSED}[ddp-2 --task TMP/loss-of-all.py --dtype float64]")
 mutant("check: slices of one are not tried", "machinery/usertask", "check_smallest_slice(task, net, device, train)", "pass",
        f"{REFUSED}[single-1 --task TMP/norm.py --batch-size 2 --accum-steps 2]")
@@ -209,15 +209,14 @@ mutant("task: every image mirrored", "tasks/images", "mirrored = draws[:, 2] < 0
        "test_arrays_are_augmented_in_training_only[cifar10-32-True]")
 mutant("task: label smoothing ignored", "tasks/images", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "test_metrics_of_the_default_task")
-mutant("folders: test before val", "tasks/images", '("val", "test") if (root', '("test", "val") if (root', "test_folders_are_classes_and_val_goes_before_test")
+mutant("folders: test before val", "tasks/images", '["val", "validation", "test"]', '["test", "validation", "val"]', "test_folders_are_classes_and_val_goes_before_test")
 mutant("folders: augmented in evaluation", "tasks/images", "pipeline(size, False)", "pipeline(size, True)",
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
 mutant("photograph: not cropped at random", "tasks/images", "v2.RandomResizedCrop(size), v2", "v2.Resize((size, size)), v2",
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
 mutant("small image: a larger shift", "tasks/images", "size, size // 8)", "size, size // 4)",
        "test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored")
-mutant("image file: lower bits of sixteen", "tasks/images", 'if image.mode.startswith("I"):', "if False:",
-       "test_upper_eight_of_sixteen_bits_of_grey_are_read")
+mutant("image file: lower bits of sixteen", "tasks/images", 'if image.mode.startswith(("I", "F")):', "if False:", "test_grey_of_any_depth_is_read_by_its_largest_value[uint16-65535]")
 mutant("normalise: not divided", "tasks/images", "- model.pixel_mean) / model.pixel_std,)", "- model.pixel_mean),)",
        "test_network_sees_each_channel_normalised_in_its_precision")
 mutant("task: classes without names", "tasks/images", "sets[-1].classes = source.classes", "pass", "test_arrays_are_augmented_in_training_only")
