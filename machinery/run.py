@@ -187,9 +187,7 @@ class Run:
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
-        self.stopping = (
-            self.stop.agreed()
-        )  # before the device is read, which may wait for a lost rank
+        self.stopping = self.stop.agreed()  # first: to read the device may wait for a lost rank
         ends = state.step == self.sampler.steps_per_epoch
         logs = ends or state.global_step % self.log_every == 0
         if logs:
