@@ -243,9 +243,11 @@ class Task:
 
 
 def open_files() -> set[str]:
-    """Return the paths of the files that this process has open."""
+    """Return the paths of the files that this process has open, but for those in its memory."""
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return {os.path.realpath(link) for link in links if os.path.isfile(link)}
+    mapped = Path("/proc/self/maps").read_text()  # as np.memmap, which has no position
+    paths = {os.path.realpath(link) for link in links if os.path.isfile(link)}
+    return {path for path in paths if f" {path}\n" not in mapped}
 
 
 def check_tensors(net: nn.Module, where: str, mode: str) -> None:
@@ -303,6 +305,7 @@ def check_run(
     if not args.check:
         return
     tensors = names_of_tensors(net, args.average)
+    common.gather_samples.used = False  # by another run in this process
     net.eval()
     _, (micro_batch, *_) = next(iter(train.batch_sampler))
     meter = common.Meter(device)  # raises if the metrics' names differ
@@ -348,7 +351,9 @@ def check_samples(
             tensors: list[Any] = []
             nests = tuple, list, dict
             common.tree_map(
-                tensors.append, (inputs, targets), lambda leaf: not isinstance(leaf, nests)
+                lambda leaf: tensors.append(leaf) or leaf,  # a PackedSequence refuses None
+                (inputs, targets),
+                lambda leaf: not isinstance(leaf, nests),
             )
             if not all(torch.is_tensor(t) and t.shape[:1] == (len(indices),) for t in tensors):
                 problem = "dp can only cut a batch of tensors [n, ...]"
@@ -380,31 +385,39 @@ def check_samples(
 def check_neighbours(
     task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
 ) -> None:
-    """Raise UsageError if the loss of a sample depends on the other samples of its batch.
+    """Raise UsageError if the loss or the weight of a sample depends on the rest of its batch.
 
     Another number of ranks would cut the batch elsewhere, and train another network.
     """
+    args = task.args
 
-    def loss_of_first(samples: list[int], draw: int) -> float:
+    def values_of(samples: list[int], draw: int) -> Tensor:  # [1 or 2, n]: losses, weights
         inputs, targets = common.to_device(keyed.__getitems__((0, samples)), device)
-        seed_rng(task.args.seed, -3, draw)
-        with common.autocast(device, task.args.amp):
-            return task.per_sample_loss(net(inputs), targets)[0].item()
+        seed_rng(args.seed, -3, draw)
+        with common.autocast(device, args.amp):
+            values = task.weigh(task.per_sample_loss(net(inputs), targets), targets)
+        return torch.stack(values if isinstance(values, tuple) else [values]).cpu().double()
 
-    beside, again = loss_of_first(indices, 0), loss_of_first(indices, 1)
-    if common.gather_samples.used or beside != again:  # compares on purpose, or draws numbers
+    beside, again = values_of(indices, 0), values_of(indices, 1)
+    if common.gather_samples.used or not beside.equal(again):  # compares on purpose, or draws
         return
-    try:
-        alone = loss_of_first(indices[:1], 0)
-    except Exception:  # a batch of one may never come
-        return
-    eps = {"off": torch.finfo(getattr(torch, task.args.dtype)).eps, "bf16": 2**-8, "fp16": 2**-11}
-    if abs(alone - beside) > eps[task.args.amp] ** 0.5 * max(abs(alone), abs(beside)):
-        found = (
-            f"sample {indices[0]} has the loss {beside:.6g} beside others, and {alone:.6g} alone"
-        )
-        advice = "compare samples by common.gather_samples, or look at each by itself"
-        raise UsageError(f"--task {task.path}: {found}; {advice}")
+    precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
+    eps = torch.finfo(getattr(torch, args.dtype)).eps
+    eps = eps if precise else {"bf16": 2**-8}.get(args.amp, 2**-11)  # of fp16, and of TF32
+    rounding = eps**0.5 * beside.abs().amax(1)  # a loss near zero is a small difference
+    for place in (0, -1):  # an LSTM that takes the batch for time changes the last one alone
+        try:
+            alone = values_of([indices[place]], 0)[:, 0]
+        except Exception:  # a batch of one may never come
+            return
+        pairs = zip(("loss", "weight"), alone.tolist(), beside[:, place].tolist(), rounding)
+        for name, one, other, most in pairs:
+            if one != other and not abs(one - other) <= most:  # NaN, too
+                found = f"the {name} {other:.6g} beside others, and {one:.6g} alone"
+                advice = "compare samples by common.gather_samples, or look at each by itself"
+                raise UsageError(
+                    f"--task {task.path}: sample {indices[place]} has {found}; {advice}"
+                )
 
 
 @torch.no_grad()
@@ -427,7 +440,8 @@ def check_smallest_slice(
     _, (indices, *_) = next(iter(sampler))
     inputs, _ = common.to_device(train.dataset.__getitems__((0, indices[:1])), device)
     try:
-        with blame(f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"):
+        where = f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"
+        with blame(where), common.autocast(device, args.amp):
             net(inputs)
     finally:
         for norm, buffers in zip(training, before):
