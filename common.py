@@ -156,7 +156,8 @@ def gather_samples(tensor: Tensor) -> tuple[Tensor, int]:
     For a loss that compares samples: `tensor`, [n, ...], is about this rank's slice of a
     micro-batch; n may differ between ranks. Gradients go back to the rank that owns a sample. With
     accumulation a sample is compared with those of its micro-batch alone. Without a process group,
-    and in evaluation, the result is (tensor, 0).
+    and without gradients, as in evaluation, the result is (tensor, 0): for keys that were made
+    under `torch.no_grad` call it outside of that block.
     """
     gather_samples.used = True  # for the check before a run
     if not dist.is_initialized() or not torch.is_grad_enabled():
@@ -568,7 +569,7 @@ class StepGuard:
         self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.good, counts = self.norm < math.inf, True  # NaN is not less either
         if isinstance(total, Tensor):
-            counts = total < math.inf
+            counts = total != math.inf
             self.good &= counts
         self.bad = torch.where(self.good, self.zero, self.one)
         if self.grad_scaler.is_enabled():  # it lowers the scale after such a step
@@ -702,7 +703,7 @@ class WeightAverage(nn.Module):
 # ----------------------------------------------------------------------------------------- meters
 
 
-WEIGHT = " weight"  # added to the name of a sum, it names what the sum is divided by
+WEIGHT = "\0weight"  # added to the name of a sum, it names what the sum is divided by
 
 
 class Meter:

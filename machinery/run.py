@@ -300,12 +300,15 @@ def identity(train: KeyedDataset, val: KeyedDataset) -> dict[str, Any]:
     classes = getattr(train.dataset, "classes", getattr(val.dataset, "classes", None))
     names = isinstance(classes, (list, tuple))  # as torchvision's data sets have them
     found: dict[str, Any] = {"classes": [str(name) for name in classes] if names else None}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a mean of many pixels is rounded otherwise by more
     for name, keyed in (("training", train), ("evaluation", val)):
         n = len(keyed.dataset)
         unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)
         some = " ".join(digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8)))
         found[f"{name} samples"] = n
         found[f"hash of {name} samples"] = hashlib.sha256(some.encode()).hexdigest()[:12]
+    torch.set_num_threads(threads)
     return found
 
 

@@ -246,9 +246,11 @@ class Task:
 
 
 def open_files() -> set[str]:
-    """Return the paths of the files that this process has open."""
+    """Return the paths of the files that this process has open, but for those in its memory."""
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    return {os.path.realpath(link) for link in links if os.path.isfile(link)}
+    mapped = Path("/proc/self/maps").read_text()  # as np.memmap, which has no position
+    paths = {os.path.realpath(link) for link in links if os.path.isfile(link)}
+    return {path for path in paths if f" {path}\n" not in mapped}
 
 
 def check_tensors(net: nn.Module, where: str, mode: str) -> None:
@@ -308,6 +310,7 @@ def check_run(
     if not args.check:
         return
     tensors = names_of_tensors(net, args.average)
+    common.gather_samples.used = False  # by another run in this process
     net.eval()
     _, (micro_batch, *_) = next(iter(train.batch_sampler))
     meter = common.Meter(device)  # raises if the metrics' names differ
@@ -353,7 +356,9 @@ def check_samples(
             tensors: list[Any] = []
             nests = tuple, list, dict
             common.tree_map(
-                tensors.append, (inputs, targets), lambda leaf: not isinstance(leaf, nests)
+                lambda leaf: tensors.append(leaf) or leaf,  # a PackedSequence refuses None
+                (inputs, targets),
+                lambda leaf: not isinstance(leaf, nests),
             )
             if not all(torch.is_tensor(t) and t.shape[:1] == (len(indices),) for t in tensors):
                 problem = "dp can only cut a batch of tensors [n, ...]"
@@ -385,35 +390,42 @@ def check_samples(
 def check_neighbours(
     task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
 ) -> None:
-    """Raise UsageError if the loss or a metric of a sample depends on the others in its batch.
+    """Raise UsageError if a loss, weight or metric of a sample depends on the rest of its batch.
 
     Another number of ranks would cut the batch elsewhere, and train another network.
     """
+    args = task.args
 
-    def of_first(samples: list[int], draw: int) -> dict[str, float]:
+    def values_of(samples: list[int], draw: int) -> dict[str, Tensor]:
         inputs, targets = common.to_device(keyed.__getitems__((0, samples)), device)
-        seed_rng(task.args.seed, -3, draw)
-        with common.autocast(device, task.args.amp):
+        seed_rng(args.seed, -3, draw)
+        with common.autocast(device, args.amp):
             outputs = net(inputs)
-            values = {"loss": task.per_sample_loss(outputs, targets)}
-            values |= task.per_sample_metrics(outputs, targets)
-        return {name: v[0].item() for name, v in values.items() if isinstance(v, Tensor)}
+            found = {"loss": task.weigh(task.per_sample_loss(outputs, targets), targets)}
+            found |= task.per_sample_metrics(outputs, targets)
+        for name in [name for name, value in found.items() if isinstance(value, tuple)]:
+            found[name], found[f"weight of {name}"] = found[name]
+        return {n: v.double().cpu() for n, v in found.items() if isinstance(v, Tensor)}
 
-    beside, again = of_first(indices, 0), of_first(indices, 1)
-    try:
-        alone = of_first(indices[:1], 0)  # always: each forward of fsdp needs all ranks
+    beside, again = values_of(indices, 0), values_of(indices, 1)
+    try:  # always: each forward of fsdp needs all ranks
+        alone = {place: values_of([indices[place]], 0) for place in (0, -1)}
     except Exception:  # a batch of one may never come
         return
-    eps = {"off": torch.finfo(getattr(torch, task.args.dtype)).eps, "bf16": 2**-8, "fp16": 2**-11}
-    for name, value in beside.items():
-        if common.gather_samples.used or value != again[name]:  # on purpose, or it draws numbers
+    precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
+    eps = torch.finfo(getattr(torch, args.dtype)).eps
+    eps = eps if precise else {"bf16": 2**-8}.get(args.amp, 2**-11)  # of fp16, and of TF32
+    for name, values in beside.items():
+        if common.gather_samples.used or not values.equal(again[name]):  # on purpose, or it draws
             continue
-        if abs(alone[name] - value) > eps[task.args.amp] ** 0.5 * max(abs(alone[name]), abs(value)):
-            found = f"{name} of sample {indices[0]} is {value:.6g} beside others, and "
-            found += f"{alone[name]:.6g} alone"
-            advice = "sum over each sample and divide by loss_weights, or compare by gather_samples"
-            advice = advice if name == "loss" else "use dataset_metrics for the whole set"
-            raise UsageError(f"--task {task.path}: {found}; {advice}")
+        rounding = eps**0.5 * values.abs().max()  # a loss near zero is a small difference
+        for place, found in alone.items():  # an LSTM that takes the batch for time changes the last
+            one, other = found[name][0].item(), values[place].item()
+            if one != other and not abs(one - other) <= rounding:  # NaN, too
+                advice = "sum over each sample and divide by loss_weights, or use gather_samples"
+                advice = advice if "loss" in name else "use dataset_metrics for the whole set"
+                what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
+                raise UsageError(f"--task {task.path}: {what} {one:.6g} alone; {advice}")
 
 
 @torch.no_grad()
@@ -436,7 +448,8 @@ def check_smallest_slice(
     _, (indices, *_) = next(iter(sampler))
     inputs, _ = common.to_device(train.dataset.__getitems__((0, indices[:1])), device)
     try:
-        with blame(f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"):
+        where = f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"
+        with blame(where), common.autocast(device, args.amp):
             net(inputs)
     finally:
         for norm, buffers in zip(training, before):

@@ -48,6 +48,15 @@ TASKS = {
     "metric-of-all": METRICS + "{'r2': (outputs[:, 0] - outputs.mean()).square()}\n",
     "model-of-all": MODEL
     + "super().forward(images.flatten(1).double() - images.double().mean())\nbuild_model = Net\n",
+    "model-looks-back": MODEL
+    + "super().forward(images.flatten(1).double()).cumsum(0)\nbuild_model = Net\n",
+    "model-of-one": MODEL
+    + "nn.functional.normalize(super().forward(images.flatten(1).double()).T - 1).T / (len(images) - 1)\nbuild_model = Net\n",
+    "weights-of-all": "def loss_weights(targets):\n    return (targets + 1) / (targets + 1).sum()\n",
+    "data-packed": DATA
+    + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n"
+    + "def collate(samples):\n    inputs, targets = zip(*samples)\n"
+    + "    return nn.utils.rnn.pack_sequence(inputs, False), torch.tensor(targets)\n",
     "norm": MODEL
     + "self.norm(super().forward(images.flatten(1).float()))\n"
     + "def build_model(args):\n    net = Net()\n    net.norm = nn.BatchNorm1d(10)\n    return net\n",
@@ -167,8 +176,12 @@ single 1 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ran
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 0 is
-ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; sum over each sample and divide by loss_weights, or compare by gather_samples
+ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; sum over each sample and divide by loss_weights, or use gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | alone; use dataset_metrics for the whole set
+ddp 2 | --task TMP/model-looks-back.py --dtype float64 | alone; sum over each sample
+ddp 2 | --task TMP/model-of-one.py --dtype float64 | beside others, and nan alone; sum over each
+ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 0 is
+dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; use ddp or spawn, or pad in collate
 single 1 | --task TMP/norm.py --batch-size 2 --accum-steps 2 | --batch-size 2 leaves a device one sample of a micro-batch: ValueError: Expected more than 1 value per channel
 single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
 """

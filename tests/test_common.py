@@ -260,8 +260,15 @@ def test_steps_in_a_row_count_at_the_lowest_scale_and_since_the_last_good_step(a
     assert [in_a_row(math.nan) for _ in range(12)] == [*range(1, 13)]
     before, skipped = net.weight.item(), guard.skipped.item()
     assert in_a_row(0.0, torch.tensor(math.inf)) == 12, "a batch without weight ends no row"
-    assert net.weight.item() == before and guard.skipped == skipped + 1
+    assert in_a_row(math.nan, torch.tensor(math.nan)) == 13, "a weight that is NaN is no such batch"
+    assert net.weight.item() == before and guard.skipped == skipped + 2
     assert in_a_row(1.0, torch.tensor(3.0)) == 0 and net.weight.item() != before
+
+
+def test_no_name_of_a_metric_is_that_of_a_weight():
+    meter = common.Meter(torch.device("cpu"))
+    meter.add(body=torch.ones(2), **{"body weight": torch.full((2,), 4.0)})
+    assert meter.mean() == {"body": 1, "body weight": 4, "count": 2}
 
 
 OF_A_TASK = {

@@ -23,6 +23,7 @@ import machinery.cli
 import machinery.process
 import machinery.run
 import machinery.usertask
+import sampling
 import train_ddp
 
 
@@ -279,6 +280,66 @@ def test_file_that_build_datasets_leaves_open_is_read_by_one_process(tmp_path):
     assert "loader workers per process: 0" in left.out
     losses = [line["loss"] for line in alone.train_lines()]
     assert losses == [line["loss"] for line in left.train_lines()]
+
+
+def test_file_in_memory_may_stay_open(tmp_path):
+    np.arange(40).tofile(tmp_path / "records")
+    text = f"import numpy\ndef build_datasets(args):\n    return [numpy.memmap({str(tmp_path / 'records')!r})] * 2\n"
+    (tmp_path / "mapped.py").write_text(
+        f"{text}build_model = per_sample_loss = per_sample_metrics = print"
+    )
+    args = make_args("single", "--task", str(tmp_path / "mapped.py"))
+    kept = machinery.usertask.Task(args).build_datasets()
+    assert len(kept) == 2 and args.workers is None
+
+
+NEAR_ZERO = """
+import torch
+def build_datasets(args):
+    data = [(torch.ones(1).half(), torch.tensor([target])) for target in (1.000001, 2.0)]
+    return data, data
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 0 + 1 + 1e-7 * len(x)  # a rounding that depends on n
+def build_model(args): return Net(1, 1)
+def per_sample_loss(outputs, targets): return (outputs - targets).square().sum(1)
+def per_sample_metrics(outputs, targets): return {"minus_loss": -per_sample_loss(outputs, targets)}
+"""
+
+
+@pytest.mark.parametrize("options", ["--batch-size 2 --seed 0", "--batch-size 1 --amp bf16"])
+def test_check_takes_rounding_and_half_precision(options, tmp_path):
+    """A loss near zero is a difference of two numbers; autocast takes inputs of any precision."""
+    half = "--amp" in options
+    text = NEAR_ZERO if half else NEAR_ZERO.replace(".half()", "")
+    (tmp_path / "near.py").write_text(text)
+    check("single", 1, "--task", str(tmp_path / "near.py"), *options.split())
+
+
+def test_check_forgets_what_another_run_in_this_process_has_gathered(monkeypatch):
+    monkeypatch.setattr(common.gather_samples, "used", False)
+    common.gather_samples(torch.ones(2))
+    check("dp", 2, *ODD, "--model", "conv")
+
+
+def test_data_are_the_same_with_any_number_of_threads():
+    """Or no run could be resumed in another mode: torch rounds a mean of many pixels otherwise."""
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            picture = torch.rand(3, 224, 224, generator=torch.Generator().manual_seed(index))
+            return picture - picture.mean(), 0
+
+    keyed, found, threads = sampling.KeyedDataset(Data(), 0), [], torch.get_num_threads()
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        found.append(machinery.run.identity(keyed, keyed))
+        assert torch.get_num_threads() == number
+    torch.set_num_threads(threads)
+    assert found[0] == found[1]
 
 
 def test_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
