@@ -166,7 +166,6 @@ single 1 | --task images --data-dir TMP/nowhere | --data-dir TMP/nowhere: needs 
 single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
 single 1 | --task images --dataset cifar10 --data-dir TMP --image-size 16 | --image-size 16 has no effect on --dataset cifar10
 single 1 | --task images --dataset synthetic --image-size 7 | --image-size 7: must be a whole number, at least 8
-single 1 | --task images --dataset synthetic --label-smoothing 1.1 | RuntimeError: label_smoothing must be between 0.0 and 1.0. Got: 1.1
 single 1 | --task images --dataset synthetic --model resnet81 | ValueError: Unknown model resnet81
 single 1 | --task images --dataset synthetic --pretrained | --pretrained: torchvision has no weights for resnet9; see --weights
 single 1 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp or spawn
