@@ -12,6 +12,7 @@ TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(TESTS), str(TESTS / "tasks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would ignore it too
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share it
