@@ -252,7 +252,7 @@ def forget_unscale_on_purpose(rank):
     scale_by_1024(rank)
     unscale, step = common.StepGuard.unscale_, common.StepGuard.step
 
-    def take_norm(self, optimizer):
+    def take_norm(self, optimizer, total):
         parameters = optimizer.param_groups[0]["params"]
         self.norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
 

@@ -210,7 +210,7 @@ mutant("task: every image mirrored", "tasks/images", "mirrored = draws[:, 2] < 0
 mutant("task: label smoothing ignored", "tasks/images", ", label_smoothing=label_smoothing)", ")", "test_label_smoothing_reaches_the_loss")
 mutant("task: top1 is the worst guess", "task", '"top1": hits[:, 0]', '"top1": hits[:, -1]', "test_metrics_of_the_default_task")
 mutant("folders: test before val", "tasks/images", '["val", "validation", "test"]', '["test", "validation", "val"]', "test_folders_are_classes_and_val_goes_before_test")
-mutant("folders: augmented in evaluation", "tasks/images", "pipeline(size, False)", "pipeline(size, True)",
+mutant("folders: augmented in evaluation", "tasks/images", "pipeline(size, training)", "pipeline(size, True)",
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
 mutant("photograph: not cropped at random", "tasks/images", "v2.RandomResizedCrop(size), v2", "v2.Resize((size, size)), v2",
        "test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it[photographs]")
@@ -463,7 +463,7 @@ mutant("slurm: nodes meet on the last one", "machinery/process", '.split(",")[0]
 
 mutant("check: training samples are not looked at", "machinery/usertask", 'check_samples(task, net, device, train.dataset, micro_batch, meter, "training")', "pass",
        f"{REFUSED}[single-1 --task TMP/data-ragged.py]")
-mutant("check: the model is always in training mode", "machinery/usertask", "tensors = names_of_tensors(net, args.average)\n    net.eval()", "tensors = names_of_tensors(net, args.average)", "test_check_changes_no_bit_of_the_run[single-1]")
+mutant("check: the model is always in training mode", "machinery/usertask", "net.eval()\n    _, (micro_batch", "_, (micro_batch", "test_check_changes_no_bit_of_the_run[single-1]")
 mutant("check: a mean is a loss", "machinery/usertask", "common.Meter(device).add(loss=losses)", "", f"{REFUSED}[single-1 --task TMP/loss-mean.py]")
 mutant("check: names of metrics are not compared", "machinery/usertask", 'val.dataset, batch, meter, "evaluation")', 'val.dataset, batch, common.Meter(device), "evaluation")',
        "test_task_that_cannot_be_right_is_refused_before_the_run[last_lacks]")
