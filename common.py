@@ -411,7 +411,10 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
 
 def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
     options = {"weight_decay": decay, "nesterov": nesterov, **kernel}
-    return torch.optim.SGD(parameters, lr, momentum, **options)
+    optimizer = torch.optim.SGD(parameters, lr, momentum, **options)
+    for parameter in parameters if momentum else ():  # as a fused step needs it, in every mode
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def build_adamw(

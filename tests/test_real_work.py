@@ -40,11 +40,12 @@ def full(*values):
     ("kind", "mode", "n", "accum_steps", "batch_size"),
     [
         *((kind, "ddp", 2, 1 + i % 2 * 2, 13) for i, kind in enumerate(KINDS)),
-        *(full(kind, "ddp", 3, accum_steps, 13) for kind in KINDS for accum_steps in (1, 3)),
-        *(full(kind, mode, 2, 3, 14) for kind in KINDS for mode in ("spawn", "fsdp")),
+        *(full(kind, "ddp", 3, 3, 13) for kind in KINDS),
+        *(full(kind, "fsdp", 2, 3, 14) for kind in KINDS),
+        full("boxes", "spawn", 2, 3, 14),
         ("tokens", "fsdp", 2, 3, 13),
         ("clip", "fsdp", 2, 1, 13),
-        *(full(kind, "single", 1, 3, 13) for kind in KINDS if kind != "clip"),
+        full("boxes", "single", 1, 3, 13),
         ("pixels", "dp", 2, 3, 13),
     ],
 )
