@@ -455,19 +455,13 @@ def check_built(args: Namespace) -> None:
     task = machinery.usertask.Task(args)
     train_set, val_set = task.build_datasets()
     net = task.build_net()
-    samplers = (
-        sampler_of(args, train_set),
-        sampling.ShardSampler(len(val_set), args.eval_batch_size),
-    )
-    device, loading = (
-        torch.device("cpu"),
-        (args.seed, args.workers, args.skip_corrupt, task.collate),
-    )
-    loaders = [
-        sampling.build_loader(data, sampler, device, *loading)
-        for data, sampler in zip((train_set, val_set), samplers)
-    ]
-    machinery.usertask.check_run(task, net, device, *loaders)
+    train_sampler = sampler_of(args, train_set)
+    val_sampler = sampling.ShardSampler(len(val_set), args.eval_batch_size)
+    device = torch.device("cpu")
+    loading = device, args.seed, args.workers, args.skip_corrupt, task.collate
+    train_loader = sampling.build_loader(train_set, train_sampler, *loading)
+    val_loader = sampling.build_loader(val_set, val_sampler, *loading)
+    machinery.usertask.check_run(task, net, device, train_loader, val_loader)
     task.build_optimizer(net)
 
 
