@@ -162,8 +162,10 @@ def gather_samples(tensor: Tensor) -> tuple[Tensor, int]:
     gather_samples.used = True  # for the check before a run
     if not dist.is_initialized() or not torch.is_grad_enabled():
         return tensor, 0
-    sizes: list[Any] = [0] * dist.get_world_size()
-    dist.all_gather_object(sizes, len(tensor))
+    own = torch.tensor([len(tensor)])  # not on the device, as the host needs the numbers
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    sizes = [int(size) for size in gathered]
     return Gather.apply(tensor, sizes), sum(sizes[: dist.get_rank()])
 
 
@@ -411,10 +413,7 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
 
 def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
     options = {"weight_decay": decay, "nesterov": nesterov, **kernel}
-    optimizer = torch.optim.SGD(parameters, lr, momentum, **options)
-    for parameter in parameters if momentum else ():  # as a fused step needs it, in every mode
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer
+    return torch.optim.SGD(parameters, lr, momentum, **options)
 
 
 def build_adamw(
@@ -469,16 +468,19 @@ def multi_step(step: int, start: int, end: int, marks: list[int], low: float) ->
     return low ** bisect.bisect_right(marks, step)
 
 
+def share_of_cycle(step: int, start: int, end: int, marks: list[int], ended: int = 0) -> float:
+    cycle = marks[0] if marks else max(1, end - start)
+    return ((step - start) % cycle + ended) / cycle
+
+
 def cyclic(step: int, start: int, end: int, marks: list[int], low: float) -> float:
     """Rise from `low` to 1 and fall back, again and again (Smith, arXiv:1506.01186)."""
-    cycle = marks[0] if marks else max(1, end - start)
-    return low + (1 - low) * (1 - abs(2 * ((step - start) % cycle) / cycle - 1))
+    return low + (1 - low) * (1 - abs(2 * share_of_cycle(step, start, end, marks) - 1))
 
 
 def sawtooth(step: int, start: int, end: int, marks: list[int], low: float) -> float:
     """Fall to `low` in each cycle, whose last step has it (Izmailov et al., arXiv:1803.05407)."""
-    cycle = marks[0] if marks else max(1, end - start)
-    return 1 - (1 - low) * ((step - start) % cycle + 1) / cycle
+    return 1 - (1 - low) * share_of_cycle(step, start, end, marks, ended=1)
 
 
 USE_MARKS = ["step", "cyclic", "sawtooth"]  # the others refuse --step-epochs
@@ -581,6 +583,7 @@ class StepGuard:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer is not optimizer:
+            make_momentum(optimizer)
             self.optimizer, self.on_device = optimizer, skips_on_device(optimizer)
         if self.on_device:
             optimizer.grad_scale, optimizer.found_inf = None, self.bad
@@ -594,9 +597,8 @@ class StepGuard:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
-        for buffers, (now, parts), (kept, kept_parts) in zip(
-            self.statistics(), self.now, self.kept
-        ):
+        statistics = zip(self.statistics(), self.now, self.kept)
+        for buffers, (now, parts), (kept, kept_parts) in statistics:
             torch._foreach_copy_(parts, buffers)
             torch.where(self.good, now, kept, out=kept)
             torch._foreach_copy_(buffers, kept_parts)
@@ -621,20 +623,22 @@ def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return whole, [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer looks at `found_inf`, for all parameters; make its momentum.
+def make_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Let the momentum of SGD begin with zero, in every mode.
 
-    Fused SGD would leave its momentum uninitialised if the very first step is skipped.
+    Fused SGD would leave it uninitialised if the very first step is skipped.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):  # what GradScaler asks
-        return False
-    for group in optimizer.param_groups:
-        if not group.get("fused", True) or group.get("dampening"):  # a first step has none
-            return False
-        for parameter in group["params"] if group.get("momentum") else ():
-            state = optimizer.state[parameter]
-            state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-    return True
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        # A first step leaves dampening out: it would not begin with zero.
+        for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer looks at `found_inf`, for all parameters."""
+    asks = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler does
+    groups = optimizer.param_groups
+    return asks and all(g.get("fused", True) and not g.get("dampening") for g in groups)
 
 
 def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
@@ -672,8 +676,8 @@ class WeightAverage(nn.Module):
         if not self.enabled:
             return
         n = self.n_averaged
-        decay = min(self.decay, (1 + n) / (10 + n)) if n else 0.0  # small at first: it forgets fast
-        share = 1 - decay  # of the new values
+        # Of the new values: more at first, so that the average forgets where it began.
+        share = 1 - min(self.decay, (1 + n) / (10 + n)) if n else 1.0
         averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
         groups: dict[Any, list] = {}
         for averaged, mine, new in zip(self.is_averaged, averages, values, strict=True):
@@ -814,10 +818,9 @@ class Meter:
 
     def _sums(self) -> tuple[list[str], Tensor]:
         names, lists = broadcast_object((self.names, list(self.lists)))
-        sums = self.sums
         if self.names:  # a rank without a sample has seen no name
             self._check_names([*names, *lists])
-            sums = sums[[self.names.index(name) for name in names]]
+            sums = self.sums[[self.names.index(name) for name in names]]
         else:
             sums = torch.zeros(len(names), device=self.device, dtype=self.dtype)
         count = torch.full((1,), self.count, device=self.device, dtype=self.dtype)

@@ -77,10 +77,10 @@ class DataParallelOnCPU(nn.Module):
             seed_generators(seed + r)
             piece = tree_map(lambda tensor, r=r: tensor.chunk(self.replicas)[r], inputs)
             outputs.append(functional_call(self.module, own, piece))
-        return {name: joined([output[name] for output in outputs]) for name in outputs[0]}
+        return {name: concatenated([output[name] for output in outputs]) for name in outputs[0]}
 
 
-def joined(parts: list) -> Any:
+def concatenated(parts: list) -> Any:
     """Return the values of all replicas: tensors [n], or pairs of them."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)

@@ -7,7 +7,6 @@ function.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import importlib.util
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import common
@@ -136,8 +136,8 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        if left := ", ".join(sorted(open_files() - before)):
-            self._warn_of_fork(left)
+        if (left := open_files() - before) and self.args.workers != 0:
+            self._warn_of_fork(", ".join(sorted(left)))
         return train_set, val_set
 
     def _warn_of_fork(self, left: str) -> None:
@@ -145,8 +145,7 @@ class Task:
         advice = "loader workers would share its position; open it in __getitem__"
         if self.args.workers is None:
             self.args.workers, advice = 0, f"{advice}. So this run has none (--workers 0)"
-        if self.args.workers or "So" in advice:
-            print0(f"warning: build_datasets has left {left} open: {advice}", file=sys.stderr)
+        print0(f"warning: build_datasets has left {left} open: {advice}", file=sys.stderr)
 
     def build_net(self) -> nn.Module:
         """Return the model on the CPU, from --seed or --weights, with --freeze applied."""
@@ -353,16 +352,7 @@ def check_samples(
             raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
         inputs, targets = common.to_device(batch, device)
         if args.parallel_mode == "dp":
-            tensors: list[Any] = []
-            nests = tuple, list, dict
-            common.tree_map(
-                lambda leaf: tensors.append(leaf) or leaf,  # a PackedSequence refuses None
-                (inputs, targets),
-                lambda leaf: not isinstance(leaf, nests),
-            )
-            if not all(torch.is_tensor(t) and t.shape[:1] == (len(indices),) for t in tensors):
-                problem = "dp can only cut a batch of tensors [n, ...]"
-                raise UsageError(f"{where}: {problem}; use ddp or spawn, or pad in collate")
+            check_leaves(where, (inputs, targets), len(indices))
     seed_rng(args.seed, -3, 0)
     with common.autocast(device, args.amp):
         with task.blame("the model of build_model"):
@@ -384,6 +374,18 @@ def check_samples(
                 wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
                 raise UsageError(f"{where} must return {wanted}; got {metrics}")
             meter.add(loss=losses, **metrics)
+
+
+def check_leaves(where: str, batch: Any, n: int) -> None:
+    """Raise UsageError if dp cannot cut the batch: if it holds more than tensors [n, ...]."""
+
+    def check(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf) or leaf.shape[:1] != (n,):
+            problem = "dp can only cut a batch of tensors [n, ...]"
+            raise UsageError(f"{where}: {problem}; use ddp or spawn, or pad in collate")
+        return leaf
+
+    common.tree_map(check, batch, lambda leaf: not isinstance(leaf, (tuple, list, dict)))
 
 
 @torch.no_grad()
@@ -441,21 +443,16 @@ def check_smallest_slice(
         return
     common.train_mode(net)
     training = [norm for norm in common.batch_norms(net) if norm.training]
-    before = copy.deepcopy([[*norm.buffers()] for norm in training])
     net.eval()  # nothing else changes what it holds
     for norm in training:
         norm.train()
+    copies = {name: buffer.clone() for name, buffer in net.named_buffers()}  # of the statistics
     _, (indices, *_) = next(iter(sampler))
     inputs, _ = common.to_device(train.dataset.__getitems__((0, indices[:1])), device)
-    try:
-        where = f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"
-        with blame(where), common.autocast(device, args.amp):
-            net(inputs)
-    finally:
-        for norm, buffers in zip(training, before):
-            for buffer, value in zip(norm.buffers(), buffers):
-                buffer.copy_(value)
-        net.eval()
+    where = f"--batch-size {args.batch_size} leaves a device one sample of a micro-batch"
+    with blame(where), common.autocast(device, args.amp):
+        functional_call(net, copies, (inputs,))
+    net.eval()
 
 
 def names_of_tensors(net: nn.Module, average: str) -> set[str]:
