@@ -369,10 +369,11 @@ def find_weights(content: Any, source: str) -> dict[str, Any]:
     return find_weights(content[found[0]], source)
 
 
-def load_weights(net: nn.Module, weights: Any, source: str) -> None:
+def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = False) -> None:
     """Load every tensor whose name and shape fit, and print the names of the rest.
 
-    `weights` is a state dict, or a checkpoint that holds one. Raises UsageError if nothing fits.
+    `weights` is a state dict, or a checkpoint that holds one. Raises UsageError if nothing fits, or
+    if the model needs more and `complete` is set.
     """
     weights = {str(name): value for name, value in find_weights(weights, source).items()}
     own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
@@ -381,12 +382,7 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
     own_names = {plain(name): name for name in own}
-    given = {}
-    for name, value in weights.items():
-        if name in own:
-            given[name] = value
-        else:
-            given.setdefault(own_names.get(plain(name), name), value)
+    given = {own_names.get(plain(name), name): value for name, value in weights.items()}
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -403,7 +399,10 @@ def load_weights(net: nn.Module, weights: Any, source: str) -> None:
     for name in [name for name in own if name not in fits]:
         absent = shapes.get(name) is None
         found = "not in the file" if absent else f"{list(shapes[name])} in the file"
-        print0(f"weights: not loaded: {name} {list(own[name].shape)}, {found}")
+        problem = f"not loaded: {name} {list(own[name].shape)}, {found}"
+        if complete:
+            raise UsageError(f"{source}: {problem}: its numbers would be random")
+        print0(f"weights: {problem}")
     if extra := [name for name in given if name not in own and shapes[name] is not None]:
         print0(f"weights: not in the model: {', '.join(extra)}")
 
@@ -525,22 +524,21 @@ def build_scheduler(
 
 
 class StepGuard:
-    """Skips and counts a step if the norm of its gradient is NaN or infinite, at every precision.
+    """Skips and counts a step if its gradient has a NaN or an infinity, at every precision.
 
     Call it like torch's GradScaler, which is at work inside with --amp fp16 alone. The check comes
     after the all-reduce, so all ranks skip the same steps. A skipped step changes no BatchNorm
     statistics either, where one NaN would stay for ever.
 
-    `norm` is the norm of the unscaled gradient. `skipped` counts skipped steps until the caller
-    sets it to zero; `in_a_row` counts those since the last good step. With fp16 it leaves out those
-    that lower the scale to 1. All stay on the device: a step with a fused optimizer does not wait
-    for it. Create it after `net.to(device)`.
+    `skipped` counts skipped steps until the caller sets it to zero; `in_a_row` counts those since
+    the last good step. With fp16 it leaves out those that lower the scale to 1. Both stay on the
+    device: a step with a fused optimizer does not wait for it. Create it after `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
         self.grad_scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
-        self.skipped, self.in_a_row = self.zero.clone(), self.zero.clone()
+        self.one = torch.ones((), device=device)
+        self.skipped, self.in_a_row = (torch.zeros_like(self.one) for _ in range(2))
         self.optimizer: torch.optim.Optimizer | None = None  # set in the first step
         # By name: a forward may put another tensor in the place of a buffer.
         places: dict[torch.dtype, list] = {}
@@ -560,26 +558,24 @@ class StepGuard:
         return self.grad_scaler.scale(loss)
 
     def unscale_(self, optimizer: torch.optim.Optimizer, total: int | Tensor = 1) -> None:
-        """Divide the gradient by the scale, and take its norm.
+        """Divide the gradient by the scale, and look for NaN and Inf in it.
 
         `total` is what the losses of this step were divided by. If it is infinite, the global batch
         had no weight: the step is skipped, and does not count as one of a row.
         """
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None] or [self.zero]
-        # As nn.utils.get_total_norm, which makes a call for each tensor.
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        # With sharded gradients each rank has only the norm of its own part here.
-        self.norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.good, counts = self.norm < math.inf, True  # NaN is not less either
-        if isinstance(total, Tensor):
-            counts = total != math.inf
-            self.good &= counts
-        self.bad = torch.where(self.good, self.zero, self.one)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # As GradScaler does it: one kernel, which also divides, here by 1. Sharded gradients are
+        # looked at on all ranks.
+        self.bad = torch.zeros_like(self.one)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
+        self.counted = self.bad
         if self.grad_scaler.is_enabled():  # it lowers the scale after such a step
-            counts = (self.scale(self.one) <= 1) & counts
-        self.counted = self.bad if counts is True else self.bad * counts
+            self.counted = self.bad * (self.scale(self.one) <= 1)
+        if isinstance(total, Tensor):
+            self.counted = self.counted * (total != math.inf)
+            self.bad = torch.where(total == math.inf, self.one, self.bad)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer is not optimizer:
@@ -597,10 +593,10 @@ class StepGuard:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
-        statistics = zip(self.statistics(), self.now, self.kept)
+        skipped, statistics = self.bad > 0, zip(self.statistics(), self.now, self.kept)
         for buffers, (now, parts), (kept, kept_parts) in statistics:
             torch._foreach_copy_(parts, buffers)
-            torch.where(self.good, now, kept, out=kept)
+            torch.where(skipped, kept, now, out=kept)
             torch._foreach_copy_(buffers, kept_parts)
         self.grad_scaler.update()
 
@@ -641,10 +637,19 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return asks and all(g.get("fused", True) and not g.get("dampening") for g in groups)
 
 
-def clip_grad_norm(net: nn.Module, limit: float | None, norm: Tensor) -> None:
-    """Scale the whole gradient, whose norm is `norm`, down to `limit` if it is longer."""
+def clip_grad_norm(net: nn.Module, limit: float | None, wanted: bool = True) -> Tensor | None:
+    """Return the norm of the whole gradient, and scale the gradient down to `limit` if it is above.
+
+    Without a limit the norm costs time for the log alone: if it is not `wanted`, return None.
+    """
+    if limit is None and not wanted:
+        return None
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+    # With sharded gradients each rank has only the norm of its own part here.
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if limit is not None:
         nn.utils.clip_grads_with_norm_(net.parameters(), limit, norm)
+    return norm
 
 
 # ------------------------------------------------------------------------- average of the weights
@@ -925,26 +930,9 @@ def whole(value: Any) -> Any:
         return type(value)(whole(item) for item in value)
     if not isinstance(value, Tensor):
         return value
-    value = joined(value) if hasattr(value, "full_tensor") else value
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor().clone()  # a file would hold the padding behind a view
     return value.to("cpu") if get_rank() == 0 else None
-
-
-def joined(shards: Tensor) -> Tensor:
-    """Return the whole of a tensor that is cut among the ranks. Call it on every rank.
-
-    `full_tensor` does the same by another collective call, in which gloo crashed once.
-    """
-    *copies, last = shards.placements
-    if not (last.is_shard(0) and all(place.is_replicate() for place in copies)):
-        return shards.full_tensor()  # of an optimizer of the task, as a norm over all shards
-    own, group = shards.to_local(), shards.device_mesh.get_group(-1)
-    ranks = dist.get_world_size(group)
-    rows = math.ceil(len(shards) / ranks)  # on each rank; the last ones may have fewer, or none
-    padded = own.new_zeros(rows, *shards.shape[1:])
-    padded[: len(own)] = own
-    gathered = own.new_empty(rows * ranks, *shards.shape[1:])
-    dist.all_gather([*gathered.tensor_split(ranks)], padded, group=group)  # writes into it
-    return gathered[: len(shards)].clone()  # a file would hold the padding behind a view
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -36,14 +36,14 @@ def train_one_epoch(
             loss = losses.sum() * (dist.get_world_size() / total)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, takes the norm
-        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
+        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, finds NaN and Inf
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()  # after a skipped step too
         state.average.after_step(state.net)  # for --average ema
-        run.end_step(state.scaler.norm)  # counts and logs; saves if due; raises after a signal
+        run.end_step(norm)  # counts and logs; saves if due; raises after a signal
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def main() -> None:
                 # Averaged over the ranks, this gives the gradient of the global batch's mean loss.
                 scaler.scale(losses.sum() * (world_size / args.batch_size)).backward()
             scaler.unscale_(optimizer)
-            common.clip_grad_norm(net, 5.0, scaler.norm)
+            common.clip_grad_norm(net, 5.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

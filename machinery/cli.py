@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import math
 import os
@@ -154,7 +153,7 @@ group("model")
 option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")
 option("--freeze", filled, "PATTERN", [], EVALUATED,
        "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
-       nargs="+")
+       nargs="+", action="extend")
 
 group("optimization")
 option("--accum-steps", positive, "N", 1, FIXED,
@@ -169,7 +168,8 @@ option("--weight-decay", amount, "X", 1e-3, FIXED, "on every parameter")
 option("--schedule", list(SCHEDULES), None, "cosine", FIXED, "learning rate over the run")
 option("--warmup-epochs", amount, "X", 2.0, FIXED, "linear rise of the learning rate at the start")
 option("--step-epochs", positive, "N", [], FIXED,
-       "step: epochs of the drops; cyclic, sawtooth: length of a cycle", nargs="+")
+       "step: epochs of the drops; cyclic, sawtooth: length of a cycle",
+       nargs="+", action="extend")
 option("--step-gamma", share, "X", 0.1, FIXED,
        "step: factor of a drop; cyclic, sawtooth: lowest / highest rate")
 option("--final-lr", share, "FRACTION", 0.0, FIXED, "cosine: share of --lr that is left at the end")
@@ -239,15 +239,10 @@ def keys(trait: int) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        pattern = r"(?:unrecognized arguments: (?=--\w)|invalid choice: ')([^\s']+)"
-        wrong = re.search(pattern, message)
-        choices = re.findall(r"[^\s',()]+", message.partition("choose from")[2])
-        known = choices or self._option_string_actions
-        close = difflib.get_close_matches(wrong[1].lower(), known, 1) if wrong else []
-        hint = f"did you mean {close[0]}?" if close else "--help lists the options"
-        if wrong and not choices and (tasks := tasks_with(wrong[1])):
-            raise UsageError(f"{wrong[1].partition('=')[0]} belongs to --task {tasks}")
-        raise UsageError(f"{message.removeprefix('argument ')} ({hint})")
+        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown and (tasks := tasks_with(unknown[1])):
+            raise UsageError(f"{unknown[1]} belongs to --task {tasks}")
+        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         raise Stopped(status, "")  # after --help
@@ -255,8 +250,7 @@ class Parser(argparse.ArgumentParser):
 
 def tasks_with(option: str) -> str:
     """Return the names of the tasks in tasks/ that add this option, or an empty text."""
-    quoted = f'"{option.partition("=")[0]}"'
-    return " or ".join(name for name, path in TASKS.items() if quoted in path.read_text())
+    return " or ".join(name for name, path in TASKS.items() if f'"{option}"' in path.read_text())
 
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
@@ -403,10 +397,9 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     """Check options that contradict each other, and what a mode cannot do."""
     if args.eval_batch_size is None:
         args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
-    schedule, steps = args.schedule, args.step_epochs
-    marks = f"--step-epochs {' '.join(map(str, steps))}"
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise UsageError("--tensorboard needs the package tensorboard: pip install tensorboard")
+    schedule, steps = args.schedule, args.step_epochs
     if args.amp != "off" and args.dtype == "float64":
         problem = f"--amp {args.amp} is half precision and --dtype float64 double"
         raise UsageError(f"{problem}; leave one out")
@@ -414,9 +407,9 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError("--schedule step needs --step-epochs, when the rate drops, as 15 25")
     if steps and schedule not in USE_MARKS:
         use = " or ".join(USE_MARKS)
-        raise UsageError(f"{marks} has no effect on --schedule {schedule}; use {use}")
+        raise UsageError(f"--step-epochs has no effect on --schedule {schedule}; use {use}")
     if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
-        raise UsageError(f"{marks}: --schedule {schedule} takes one number, the length of a cycle")
+        raise UsageError(f"--schedule {schedule} takes one of --step-epochs, the length of a cycle")
     # The default may be longer than a run of one epoch.
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
     if warmup > args.epochs and warmup != usual.settings["default"]:
@@ -432,8 +425,6 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError(f"{problem}; use ddp or spawn")
     if mode == "fsdp" and args.amp == "fp16":
         raise UsageError("--amp fp16 cannot scale sharded gradients; use --amp bf16")
-    if mode == "fsdp" and args.find_unused_parameters:
-        raise UsageError("--find-unused-parameters belongs to DDP; leave it out")
     if mode == "fsdp" and args.channels_last:
         raise UsageError("--channels-last: torch shards contiguous parameters alone")
 
@@ -459,9 +450,7 @@ def check_files(args: argparse.Namespace) -> None:
     if not own and any(directory.glob("*.pt")):
         advice = "continue it with --resume auto, or choose another directory"
         raise UsageError(f"--output-dir {directory} already holds a run; {advice}")
-    folder = directory
-    while not os.path.lexists(folder):  # a link to nowhere is in the way too
-        folder = folder.parent
+    folder = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         problem = f"cannot write in {folder}; choose another one"
         raise UsageError(f"--output-dir {directory}: {problem}")

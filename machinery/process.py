@@ -18,7 +18,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -43,12 +42,6 @@ LOST_CONNECTION = re.compile(
 )
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
-REPEATED = 10  # seconds that the other ranks wait before they print the first rank's error too
-NOT_MET = re.compile("DistStoreError|DistNetworkError|Wait timeout|connectFullMesh")
-RENDEZVOUS_HINT = (
-    "Check that every node was started, with its own --node-rank and the address and port of the "
-    "first node, and that no firewall blocks the ports. See the terminals of the other nodes."
-)
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
 at_end = contextlib.ExitStack()  # leaves_no_trace closes it
 
@@ -321,8 +314,6 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
             raise RuntimeError("the run was left before its end, without an error")
         reason = ""
     except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
         tell(f"error: {error}")
         if dist.is_initialized():
             leave(2)  # without a barrier: the other ranks do not know of the error
@@ -350,16 +341,10 @@ def fail(error: BaseException) -> int:
     ends slowly: it returns, and does not `leave`.
     """
     words, meaning = f"{type(error).__name__}: {error}", ""
-    calls = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SystemExit):
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     elif "find_unused_parameters=True" in words:
         meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
-    elif "rebuild_storage_fd" in calls:
-        # torch could not open the memory of a batch, as the worker that sent it was killed.
-        meaning = "a DataLoader worker of this process exited unexpectedly: was it out of memory?"
-    elif not dist.is_initialized() and "RANK" in os.environ and NOT_MET.search(words):
-        meaning = f"the ranks have not met within --timeout. {RENDEZVOUS_HINT}"
     lost = not meaning and LOST_CONNECTION.search(words)
     launched = {"LAUNCH_PID", "RANK"} <= os.environ.keys()
     if lost and launched:

@@ -94,7 +94,7 @@ class Run:
         if dist.is_initialized():  # a slow disk may keep rank 0 for longer than --timeout
             self.patient = dist.new_group(timeout=timeout(7 * 86_400), backend="gloo")
         must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
-        check_agreement(must_agree | self.data, self.config.get("task"), device)
+        check_agreement(must_agree | self.data, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
@@ -181,15 +181,23 @@ class Run:
         for micro_batches in self.log.watch(loader):
             yield common.to_device(micro_batches, self.device)
 
-    def end_step(self, grad_norm: Tensor) -> None:
-        """Count the step; log, save or stop if it is time. Call it after each optimizer step."""
-        state = self.state
+    @property
+    def logs_next(self) -> bool:
+        """Whether a line of the log follows the step that is being made."""
+        ends = self.state.step + 1 == self.sampler.steps_per_epoch
+        return ends or (self.state.global_step + 1) % self.log_every == 0
+
+    def end_step(self, grad_norm: Tensor | None) -> None:
+        """Count the step; log, save or stop if it is time. Call it after each optimizer step.
+
+        `grad_norm` is the norm of its gradient, which `logs_next` asks for.
+        """
+        state, logs = self.state, self.logs_next
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
         self.stopping = self.stop.agreed()  # first: to read the device may wait for a lost rank
         ends = state.step == self.sampler.steps_per_epoch
-        logs = ends or state.global_step % self.log_every == 0
         if logs:
             self.log.train_line(grad_norm)
         self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
@@ -312,23 +320,15 @@ def identity(train: KeyedDataset, val: KeyedDataset) -> dict[str, Any]:
     return found
 
 
-def check_agreement(must_agree: dict[str, Any], task: str | None, device: torch.device) -> None:
+def check_agreement(must_agree: dict[str, Any], device: torch.device) -> None:
     """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
 
-    With another --batch-size on one node the ranks would hang. With another --seed, code or data
-    set they would go on to a wrong result. `task` is the path of its file.
+    With another --batch-size on one node the ranks would hang. With another --seed or data set they
+    would go on to a wrong result.
     """
     if not dist.is_initialized():
         return
-    root = Path(__file__).resolve().parent.parent
-    files = [*sorted(root.glob("*.py")), *sorted(root.glob("machinery/*.py"))]
-    files += [Path(task)] if task else []
-    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-    must_agree = must_agree | {
-        "the code": code[:12],
-        "torch": torch.__version__,
-        "the device": device.type,
-    }
+    must_agree = must_agree | {"torch": torch.__version__, "the device": device.type}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, must_agree)
     for name, first in ranks[0].items():

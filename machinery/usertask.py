@@ -40,6 +40,7 @@ OPTIONAL = ["collate", "loss_weights", "train_metrics", "dataset_metrics", "buil
 OPTIONAL += ["shard_modules"]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
+files_before: dict[Path, set[str]] = {}  # which were open before the file of a task was run
 
 
 @contextlib.contextmanager
@@ -76,6 +77,7 @@ def load_module(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         seed_generators(splitmix64(-1))  # what the file draws at its top is the same on every rank
+        files_before[path] = open_files()
         spec.loader.exec_module(module)
         loaded[path] = module
     return module
@@ -126,7 +128,6 @@ class Task:
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         """Return the training and the evaluation set; what they draw is the same on all ranks."""
         seed_generators(splitmix64(self.args.seed, -4))  # other numbers than those of the model
-        before = open_files()
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
             if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
@@ -136,7 +137,7 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        if (left := open_files() - before) and self.args.workers != 0:
+        if (left := open_files() - files_before[self.path]) and self.args.workers != 0:
             self._warn_of_fork(", ".join(sorted(left)))
         return train_set, val_set
 
@@ -145,7 +146,7 @@ class Task:
         advice = "loader workers would share its position; open it in __getitem__"
         if self.args.workers is None:
             self.args.workers, advice = 0, f"{advice}. So this run has none (--workers 0)"
-        print0(f"warning: build_datasets has left {left} open: {advice}", file=sys.stderr)
+        print0(f"warning: the task has left {left} open: {advice}", file=sys.stderr)
 
     def build_net(self) -> nn.Module:
         """Return the model on the CPU, from --seed or --weights, with --freeze applied."""
@@ -167,7 +168,8 @@ class Task:
         if args.weights:
             option = f"--weights {args.weights}"
             with blame(option):
-                load_weights(net, read_tensors(args.weights, "--weights"), option)
+                content = read_tensors(args.weights, "--weights")
+                load_weights(net, content, option, complete=args.eval_only)
         freeze(net, args.freeze)
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
         with blame("--channels-last"):
@@ -258,6 +260,9 @@ def check_tensors(net: nn.Module, where: str, mode: str) -> None:
         if getattr(module, "sparse", False) is True:  # DDP would give its neighbours wrong ones
             problem = f"{name} has sparse gradients, which ranks cannot average"
             raise UsageError(f"{where}: {problem}; leave out sparse=True")
+        if mode != "single" and getattr(module, "max_norm", None):  # of nn.Embedding
+            problem = f"{name} changes its weights in each forward, on each rank others"
+            raise UsageError(f"{where}: {problem}; leave out max_norm")
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         if mode == "fsdp" and isinstance(tensor, nn.Parameter) and not tensor.dim():
             raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")

@@ -73,6 +73,7 @@ TASKS = {
     + "Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
     "data-ragged": DATA + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n",
     "sparse": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, sparse=True))\n",
+    "renorm": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, max_norm=1.0))\n",
     "extra-state": "class Extra(nn.Linear):\n    def get_extra_state(self): return {'a': open}\n"
     + "build_model = lambda args: Extra(64, 10)\n",
     "data-unreadable": "class Torn(list):\n    def __getitem__(self, index):\n        raise OSError('image file is truncated')\n"
@@ -112,7 +113,7 @@ single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; th
 single 1 | --freeze * | --freeze *: every parameter is frozen, nothing is left to train
 single 1 | --device cuda:7 | --device cuda:7: not on this machine; available: auto, cpu
 single 1 | --no-such-option | unrecognized arguments: --no-such-option
-single 1 | --batch 32 | unrecognized arguments: --batch 32 (did you mean --batch-size?)
+single 1 | --batch 32 | unrecognized arguments: --batch 32 (--help lists the options)
 dp 2 | --compile | --compile cannot follow the copies of nn.DataParallel
 dp 2 | --sync-bn | --sync-bn: nn.DataParallel cannot synchronise BatchNorm
 spawn 2 | --nnodes 2 --dist-url tcp://localhost:2000 | --nnodes 2 needs --node-rank
@@ -125,7 +126,7 @@ single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot w
 single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; continue it with --resume auto
 single 1 | --optimizer adamw --momentum 1 | --optimizer adamw: ValueError: Invalid beta parameter at index 0: 1.0
 single 1 | --epochs 3 --warmup-epochs 4 | --warmup-epochs 4 is longer than the run, --epochs 3
-single 1 | --schedule cyclic --step-epochs 3 6 | --step-epochs 3 6: --schedule cyclic takes one number
+single 1 | --schedule cyclic --step-epochs 3 6 | --schedule cyclic takes one of --step-epochs
 single 1 | --output-dir= | --output-dir: must not be empty, got ''
 single 1 | --output-dir TMP/LONG | : File name too long
 single 1 | --output-dir TMP/nowhere | --output-dir TMP/nowhere: cannot write in TMP/nowhere
@@ -160,7 +161,7 @@ single 1 | --task imges | --task: must be a file with a name that ends in .py, o
 single 1 | --task TMP/dir.py | --task TMP/dir.py: is a directory; name a file in it
 single 1 | --dataset cifar10 | --dataset belongs to --task images
 single 1 | --data-dir TMP | --data-dir belongs to --task detect or images or pose
-single 1 | --task images --dataset cifar | (did you mean cifar10?)
+single 1 | --task images --dataset cifar | --dataset: invalid choice: 'cifar' (choose from
 single 1 | --task images | --dataset imagefolder needs --data-dir
 single 1 | --task images --data-dir TMP/nowhere | --data-dir TMP/nowhere: needs TMP/nowhere/train, with a directory for each of two or more classes, and TMP/nowhere/val; found no directory
 single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
@@ -172,6 +173,7 @@ single 1 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp o
 fsdp 2 | --amp fp16 | --amp fp16 cannot scale sharded gradients; use --amp bf16
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 single 1 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ranks cannot average; leave out sparse=True
+ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 0 is

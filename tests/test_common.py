@@ -184,7 +184,9 @@ def test_clip_grad_norm_looks_at_the_whole_gradient(limit):
     net = nn.Linear(3, 2).double()
     net(torch.ones(4, 3, dtype=torch.float64)).square().sum().backward()
     gradients = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
-    common.clip_grad_norm(net, limit, gradients.norm())
+    assert common.clip_grad_norm(net, None, wanted=False) is None
+    norm = common.clip_grad_norm(net, limit)
+    assert norm.item() == pytest.approx(gradients.norm().item(), rel=1e-12)
     clipped = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
     assert clipped.norm().item() == pytest.approx(
         min(limit or math.inf, gradients.norm().item()), rel=1e-4
@@ -193,7 +195,7 @@ def test_clip_grad_norm_looks_at_the_whole_gradient(limit):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_scaler_keeps_the_norm_of_the_true_gradient(scale):
+def test_scaler_gives_the_true_gradient(scale):
     net = nn.Linear(3, 2).double()
     scaler, optimizer = (
         guard_of(make_args(), torch.device("cpu"), net),
@@ -209,21 +211,26 @@ def test_scaler_keeps_the_norm_of_the_true_gradient(scale):
     )
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    assert scaler.norm.item() == pytest.approx(true.norm().item(), rel=1e-12)
     assert torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).equal(true)
 
 
-def one_step(amp, gradient):
-    net = nn.Linear(1, 1, bias=False)
+def test_gradient_whose_norm_overflows_is_a_step():
+    """Each of its numbers is finite; its norm is not, in float32."""
+    stepped, scaler = one_step("off", 3e38, weights=4)
+    assert stepped and scaler.skipped == 0
+
+
+def one_step(amp, gradient, weights=1):
+    net = nn.Linear(weights, 1, bias=False)
     args = make_args("single", "--amp", amp)
     scaler, optimizer = guard_of(args, torch.device("cpu"), net), optimizer_of(args, net)
-    before = net.weight.item()
+    before = net.weight.detach().clone()
     scaler.scale(net.weight.sum()).backward()
     net.weight.grad.fill_(gradient)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    return net.weight.item() != before, scaler
+    return not net.weight.equal(before), scaler
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])

@@ -331,7 +331,6 @@ def test_collective_calls_are_those_of_the_page():
         ),
         ("--amp fp16", "--amp fp16 cannot scale sharded gradients; use --amp bf16"),
         ("--channels-last", "--channels-last: torch shards contiguous parameters alone"),
-        ("--find-unused-parameters", "--find-unused-parameters belongs to DDP"),
     ],
 )
 def test_what_torch_cannot_shard_is_refused(options, message):

@@ -151,12 +151,6 @@ def test_elastic_job_goes_on_without_a_node(tmp_path):
     assert_is_that_of_one_device(tmp_path)
 
 
-def other_code(rank):
-    if rank == 1:
-        read_bytes = Path.read_bytes
-        Path.read_bytes = lambda path: read_bytes(path) + b"#" * (path.name == "modes.py")
-
-
 def one_sample_fewer(rank):
     if rank == 1:
         wrap_in_task("build_datasets", shorter)
@@ -202,9 +196,8 @@ def ranks(folder, *own, patch=None, common_options=()):
         (["--seed", "1"], None, "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"),
         ([], one_sample_fewer, "training samples is 203 on rank 0, but 202 on rank"),
         ([], other_order, "hash of training samples is "),
-        ([], other_code, "the code is "),
     ],
-    ids=["seed", "training set", "order", "code"],
+    ids=["seed", "training set", "order"],
 )
 def test_ranks_that_mean_different_runs_are_told(own, patch, words, tmp_path):
     for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):
@@ -254,7 +247,8 @@ def at_an_address(port, rank):
     os.environ.update(address, LOCAL_RANK="0", LAUNCH_RENDEZVOUS_FILE="")
 
 
-NOT_MET = "the ranks have not met within --timeout. Check that every node was started"
+# In torch's own words: on rank 0, on the others.
+NOT_MET = ("1/2 clients joined", "timed out after 3000ms while trying to connect to (127.0.0.1,")
 
 
 @pytest.mark.full
@@ -266,7 +260,7 @@ def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
     )
     assert code1 == 2 and "--weights" in err1
     assert code == machinery.process.FAILED  # of which a launcher makes 1
-    assert NOT_MET in err.splitlines()[-1]
+    assert NOT_MET[0] in err
 
 
 @pytest.mark.full
@@ -276,7 +270,8 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     argv = [*BASE, *place.split(), "--timeout", "3", "--output-dir", str(tmp_path / "run")]
     target = functools.partial(spawn_launcher, argv)
     ((code, _, err),) = run_processes([target], tmp_path, timeout=60)
-    assert code == 1 and NOT_MET in " ".join(err.splitlines()[-2:])  # the rank and the launcher
+    assert code == 1 and NOT_MET[rank] in err.splitlines()[-2]
+    assert err.splitlines()[-1].endswith("start all nodes again with --resume auto")
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,11 @@ def test_defaults():
     }  # the last two depend on others
 
 
+def test_option_with_several_values_may_be_given_again():
+    args = make_args("single", *"--freeze conv* --freeze !conv3.* head.bias".split())
+    assert args.freeze == ["conv*", "!conv3.*", "head.bias"] and make_args().freeze == []
+
+
 RANGES = {  # the first and the last that are accepted; what is just outside
     "batch-size": (["1"], ["0"]),
     "accum-steps": (["1", "64"], ["0"]),
@@ -297,14 +302,6 @@ def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
     with pytest.raises(common.UsageError, match="already holds a run"):
         make_args("single", "--output-dir", str(tmp_path))
     make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))
-
-
-def test_hint_is_a_whole_choice():
-    """A task's choices may hold dots."""
-    parser = machinery.cli.build_parser("single")
-    parser.add_argument("--drop", choices=["0.1", "0.25"])
-    with pytest.raises(common.UsageError, match=r"did you mean 0\.25\?"):
-        parser.parse_args(["--drop", "0.2"])
 
 
 def test_name_of_a_task_is_a_file_in_tasks():

@@ -268,10 +268,14 @@ def test_top_of_the_file_data_and_model_draw_different_numbers(tmp_path):
     assert not torch.isclose(top, train_set[0][0]).any()
 
 
-def test_file_that_build_datasets_leaves_open_is_read_by_one_process(tmp_path):
+@pytest.mark.parametrize("place", ["build_datasets", "top"])
+def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
     np.arange(40).tofile(tmp_path / "records")
-    task = tmp_path / "records.py"
-    task.write_text(f"PATH = {str(tmp_path / 'records')!r}" + RECORDS)
+    task, text = tmp_path / "records.py", f"PATH = {str(tmp_path / 'records')!r}" + RECORDS
+    if place == "top":
+        text = text.replace('self.file, self.n = open(path, "rb")', "self.file, self.n = FILE")
+        text += 'FILE = open(PATH, "rb")\n'
+    task.write_text(text)
     argv = ("--task", task, *"--epochs 1 --batch-size 8 --device cpu --log-every 1".split())
     alone = train("single", 1, *argv, "--workers", "0", folder=tmp_path)
     left = train("single", 1, *argv, "--output-dir", tmp_path / "left", folder=tmp_path)

@@ -190,3 +190,9 @@ def test_weights_from_elsewhere_are_evaluated_without_a_checkpoint(tmp_path):
     expected = trained.eval_lines()[-1]
     assert line["loss"] == pytest.approx(expected["loss"], rel=1e-12)
     assert line["count"] == expected["count"] and not (result.folder / "last.pt").exists()
+
+    name, _ = weights.popitem()
+    torch.save({"weights": weights}, tmp_path / "old.pth")
+    random = train("single", 1, *argv, folder=tmp_path / "random")
+    assert random.code == 2
+    assert f"not loaded: {name.removeprefix('module.')} [" in random.err

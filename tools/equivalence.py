@@ -244,13 +244,13 @@ def train_in_pieces(
                 buffer.copy_(before)  # only rank 0's running statistics are kept
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer, total)
-        common.clip_grad_norm(state.net, args.clip_grad_norm, state.scaler.norm)
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
         state.average.after_step(state.net)
-        run.end_step(state.scaler.norm)
+        run.end_step(norm)
 
 
 def prepare(job: Job, folder: Path, patch: Callable | None, rank: int) -> None:
