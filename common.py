@@ -209,7 +209,8 @@ def sync_buffers(net: nn.Module) -> None:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]  # as integers
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
-    extremes = torch.cat([sums, ~sums])  # the MAX of ~x is ~MIN of x; unlike -, ~ never overflows
+    # One MAX gives both ends: max(~x) is ~min(x). -x would overflow at the smallest integer.
+    extremes = torch.cat([sums, ~sums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()
     names = [name for name, _ in net.named_parameters()]
@@ -531,8 +532,9 @@ class StepGuard:
     statistics either, where one NaN would stay for ever.
 
     `skipped` counts skipped steps until the caller sets it to zero; `in_a_row` counts those since
-    the last good step. With fp16 it leaves out those that lower the scale to 1. Both stay on the
-    device: a step with a fused optimizer does not wait for it. Create it after `net.to(device)`.
+    the last good step. With fp16 a bad step counts in the row only when the scale has come down to
+    1: until then GradScaler is still looking for a scale. Both stay on the device: a step with a
+    fused optimizer does not wait for it. Create it after `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
@@ -594,6 +596,7 @@ class StepGuard:
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
         skipped, statistics = self.bad > 0, zip(self.statistics(), self.now, self.kept)
+        # `kept` has the statistics after the last good step; `parts` are views of `now`.
         for buffers, (now, parts), (kept, kept_parts) in statistics:
             torch._foreach_copy_(parts, buffers)
             torch.where(skipped, kept, now, out=kept)

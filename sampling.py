@@ -99,8 +99,9 @@ def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) 
     member = (generator.random_sample(length) * sizes[drawn]).astype(np.int64)
     order = by_class[(sizes.cumsum() - sizes)[drawn] + member]
     sorting = order.argsort(kind="stable")
-    times = np.empty_like(order)  # how often the sample came before
-    times[sorting] = np.arange(length) - np.searchsorted(order[sorting], order[sorting])
+    in_order = order[sorting]
+    times = np.empty_like(order)  # how often the sample came before: its place minus the first one
+    times[sorting] = np.arange(length) - np.searchsorted(in_order, in_order)
     return order + length * times
 
 
@@ -182,9 +183,9 @@ class KeyedDataset(Dataset):
         return self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
-        if self.whole_batches and max(indices) < len(self.dataset):  # none comes again
+        if self.whole_batches and max(indices) < len(self.dataset):  # no sample comes again
             KeyedDataset.key = splitmix64(self.seed, epoch, 0)
-            with contextlib.suppress(OSError):  # one by one, then
+            with contextlib.suppress(OSError):  # if one is broken, they are read one by one
                 return self.dataset.__getitems__(indices)
         return self.collate([self._first_readable(epoch, number) for number in indices])
 
@@ -240,8 +241,8 @@ def build_loader(
 def start_workers(loader: DataLoader) -> None:
     """Start the workers of a loader, and have them end when this process exits."""
     sampler = loader.batch_sampler
-    steps, sampler.steps = sampler.steps, ()
-    processes = iter(loader)._workers  # without a batch; private in torch, tested with 2.8 to 2.14
+    steps, sampler.steps = sampler.steps, ()  # the iterator starts the workers, and fetches nothing
+    processes = iter(loader)._workers  # private in torch, tested with 2.8 to 2.14
     sampler.steps = steps
     # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. A notebook's
     # next run must not keep those of the last one, nor their pipes.

@@ -8,8 +8,8 @@ build_datasets(args) -> (train, val)     map-style; a sample is (input, target),
                                          else needs `collate`. On a CPU a data set with
                                          `in_memory = True` is loaded without workers
 build_model(args) -> nn.Module           called with the random state seeded by --seed
-per_sample_loss(outputs, targets)        Tensor [n], differentiable. A keyword-only parameter gets
-                                         the option of its name, here and in the metrics:
+per_sample_loss(outputs, targets)        Tensor [n], differentiable. A parameter after * gets the
+                                         option of its name, here and in the metrics:
                                          def per_sample_loss(outputs, targets, *, beta) gets --beta
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
@@ -24,10 +24,10 @@ collate(samples)                         (inputs, targets): a batch of a list of
                                          objects with `.to(device)`. It is called for each
                                          micro-batch of each rank; the default stacks tensors
 loss_weights(targets)                    Tensor [n]: valid tokens, pixels or boxes of each sample.
-                                         A step divides the sum of the losses by the sum of these
-                                         over the whole global batch, and no longer by its samples;
-                                         per_sample_loss then returns sums. A metric may be a pair,
-                                         (sums [n], weights [n])
+                                         The loss of a step is then the sum of per_sample_loss over
+                                         the global batch / the sum of these weights. So
+                                         per_sample_loss returns the sum over each sample, not its
+                                         mean. A metric may be a pair, (sums [n], weights [n])
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
 dataset_metrics(lists)                   {name: float}: metrics that are no mean over samples, as
@@ -91,9 +91,9 @@ class Digits(Dataset):
         draws = torch.from_numpy(keyed_uniform(indices, 2))  # [n, 2] in [0, 1), by sample and epoch
         top, left = (draws * (2 * self.shift + 1)).long().T
         pixels = torch.arange(8)
-        rows = (top[:, None] + pixels)[:, :, None]
-        columns = (left[:, None] + pixels)[:, None, :]
-        samples = torch.tensor(indices)[:, None, None]
+        rows = (top[:, None] + pixels)[:, :, None]  # [n, 8, 1]
+        columns = (left[:, None] + pixels)[:, None, :]  # [n, 1, 8]
+        samples = torch.tensor(indices)[:, None, None]  # [n, 1, 1]; all three index [n, 8, 8]
         return self.images[samples, 0, rows, columns].unsqueeze(1), self.targets[indices]
 
 

@@ -32,7 +32,7 @@ def train_one_epoch(
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer, total)  # divides by the scale, finds NaN and Inf
-        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
-        run.save("last.pt")  # the evaluation may crash. After a signal the run ends here
+        run.save("last.pt")  # the evaluation may crash. If a signal has come, the run ends here
         metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # net, or its average
         state.epoch, state.step = state.epoch + 1, 0
         run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best

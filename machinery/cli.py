@@ -18,12 +18,11 @@ from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_
 from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import blame, load_module, read_back
 
-# Traits of an option, as bits. An option without MAY_CHANGE keeps its value when a run is resumed.
-# An option without PER_NODE has one value on all nodes.
-FIXED = 0
+# Traits of an option, as bits.
+FIXED = 0  # the same on all nodes, and when a run is resumed
 MAY_CHANGE = 1  # when a run is resumed
 PER_NODE = 2  # may differ between the nodes of a run
-EVALUATED = 4  # must be the same when the checkpoint is evaluated, too
+EVALUATED = 4  # the same also when the checkpoint is evaluated
 FREE = MAY_CHANGE | PER_NODE
 
 
@@ -410,7 +409,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError(f"--step-epochs has no effect on --schedule {schedule}; use {use}")
     if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
         raise UsageError(f"--schedule {schedule} takes one of --step-epochs, the length of a cycle")
-    # The default may be longer than a run of one epoch.
+    # The default, 2, is no error in a run of one epoch.
     warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
     if warmup > args.epochs and warmup != usual.settings["default"]:
         problem = f"--warmup-epochs {warmup:g} is longer than the run"

@@ -89,14 +89,14 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     it, None a rank that this launcher had to kill. The first of these decides: a code that a rank
     chose on purpose; a kill by a signal; any other code.
     """
-    # NCCL aborts a rank that has lost another one. It is the cause only if no other code is there.
+    # NCCL aborts a rank that has lost another one: it is the cause only if no rank ended otherwise.
     if {*ended} - {None, 0, -signal.SIGABRT}:
         ended = [FAILED if code == -signal.SIGABRT else code for code in ended]
     failed = [code for code in ended if code]
     chosen = [code for code in failed if code in ON_PURPOSE]
     killed = [rank for rank, code in enumerate(ended) if code and code < 0]
     untold = [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED)]
-    if chosen:
+    if chosen:  # it has printed the reason
         return chosen[0], ""
     if killed:
         number = -ended[killed[0]]
@@ -110,7 +110,7 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     if nnodes > 1 and failed:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"
-    if untold:
+    if untold:  # as by os._exit in a task
         return 1, f"process {untold[0]} left with exit code {ended[untold[0]]}"
     if failed and 0 in ended:
         return 1, "a rank left before the end"
@@ -206,8 +206,9 @@ def main() -> int:
             os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks{attempt}"
             processes = start(script, argv, devices)
             code, cause = wait_for(processes, 1, received)
+            # Without a checkpoint of this run, or of the one that it resumes, the same would happen
+            # again.
             written = last.exists() and last.stat().st_mtime_ns != before
-            # Without a checkpoint of this run the same would happen again.
             can_resume = written or (before and args.resume == "auto")
             failed = code == 1 and not received  # and was not stopped
             if not (failed and can_resume and attempt < RESTARTS):

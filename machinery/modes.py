@@ -109,7 +109,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, value: Tensor) -> Tensor:
         if not self.training:
             return super().forward(value)
-        with torch.enable_grad():  # without it, as in a momentum encoder, nothing is gathered
+        # A momentum encoder runs under no_grad, where gather_samples has this rank's samples alone.
+        with torch.enable_grad():
             everything, first = gather_samples(value)
         return super().forward(everything)[first : first + len(value)]
 
@@ -154,7 +155,7 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # What is left is small, and the backward begins with it: it is kept after the forward.
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
-    for name, parameter in net.named_parameters():  # new ones
+    for name, parameter in net.named_parameters():  # new ones: fully_shard replaces them
         vars(parameter).update(marks[name])  # as `_no_weight_decay`, for the optimizer
     for module in net.modules():  # in torch 2.8 gloo's mean is a sum: FSDP itself has to divide
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
@@ -168,8 +169,8 @@ def wait_for_gathers(net: nn.Module, mesh: DeviceMesh) -> None:
 
     A backward also gathers a module that has no part in it: a frozen one, or the last one of an
     evaluation. torch 2.8 to 2.14 frees that memory too early, and the next forward writes into it:
-    with --accum-steps the run would be another one. A communicator works in order, so this small
-    sum is done after every gather.
+    with --accum-steps the run would be another one. A communicator works in order: this small
+    all-reduce before each forward ends after all gathers.
     """
     one, group = torch.ones(1, device=mesh.device_type), mesh.get_group(-1)
 

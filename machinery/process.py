@@ -155,6 +155,7 @@ class StopSignal:
         number = max(self.received, default=0)
         if dist.is_initialized():
             current = self._start_reduction()
+            # That of the last step has most often arrived: nobody waits.
             work, reduced = current if wait else self.previous
             self.previous = current
             work.wait()
@@ -212,8 +213,9 @@ def take_ranks_of_slurm() -> bool:
         return False
     get = os.environ.__getitem__
     per_node = re.findall(r"(\d+)(?:\(x(\d+)\))?", get("SLURM_STEP_TASKS_PER_NODE"))  # as 8(x2),4
-    tasks = [int(count) for count, times in per_node for _ in range(int(times or 1))]
-    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", get("SLURM_STEP_NODELIST")).split(",")[0]  # gpu[07-09]
+    tasks = [int(count) for count, times in per_node for _ in range(int(times or 1))]  # [8, 8, 4]
+    # gpu[07-09],x1 begins with gpu07
+    first = re.sub(r"\[(\w+)[^]]*\]", r"\1", get("SLURM_STEP_NODELIST")).split(",")[0]
     os.environ.update(
         RANK=get("SLURM_PROCID"),
         LOCAL_RANK=get("SLURM_LOCALID"),
@@ -337,8 +339,8 @@ def fail(error: BaseException) -> int:
     """Report what a rank raised, and end the process so that its launcher blames the right rank.
 
     Under run.sh and spawn a rank that has lost another one ends in silence: the other one prints
-    the cause. Torchrun blames the rank that ends first. So there a rank that has lost another one
-    ends slowly: it returns, and does not `leave`.
+    the cause. Torchrun blames the rank that ends first. So there the rank with the cause ends at
+    once, by `leave`, and one that has lost it returns, which takes longer.
     """
     words, meaning = f"{type(error).__name__}: {error}", ""
     if isinstance(error, SystemExit):

@@ -133,6 +133,7 @@ class Run:
         compared = [*self.data]
         if self.eval_only:  # an option may name another evaluation set, but of the same classes
             changed = any(before.get(n) != self.config[n] for n in self.data_options)
+            # The training set does not matter here.
             compared = ["classes"] if changed else [n for n in self.data if "training" not in n]
         for name in compared:
             then, now = checkpoint["data"].get(name), self.data[name]
@@ -196,7 +197,8 @@ class Run:
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
-        self.stopping = self.stop.agreed()  # first: to read the device may wait for a lost rank
+        # Before anything reads the device: if another rank is gone, that would wait for ever.
+        self.stopping = self.stop.agreed()
         ends = state.step == self.sampler.steps_per_epoch
         if logs:
             self.log.train_line(grad_norm)
@@ -522,7 +524,7 @@ class RunFiles:
         kept = self.path.with_name(f"epoch-{best[1]:04}.pt")
         for path in (own, beside, self.path, kept):
             with contextlib.suppress(UsageError):  # no such file, or damaged
-                found = load_checkpoint(path)
+                found = load_checkpoint(path)  # written right after its epoch, which was the best?
                 if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):
                     self.best = path
                     return True

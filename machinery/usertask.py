@@ -278,9 +278,9 @@ LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they
 def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
-    They are the highest modules with at most an eighth of the parameters, or with no list of blocks
-    in them. Left out are shared weights, and modules of vectors alone: torch warns that a norm
-    returns a view, which must not be changed.
+    From the top down, a module is taken if it has at most an eighth of all parameters, or no list
+    of blocks that could be cut (Sequential, ModuleList, ...). Left out are shared weights, and
+    modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
     """
     eighth = sum(parameter.numel() for parameter in net.parameters()) / 8
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
@@ -414,7 +414,7 @@ def check_neighbours(
             found[name], found[f"weight of {name}"] = found[name]
         return {n: v.double().cpu() for n, v in found.items() if isinstance(v, Tensor)}
 
-    beside, again = values_of(indices, 0), values_of(indices, 1)
+    in_batch, other_seed = values_of(indices, 0), values_of(indices, 1)
     try:  # always: each forward of fsdp needs all ranks
         alone = {place: values_of([indices[place]], 0) for place in (0, -1)}
     except Exception:  # a batch of one may never come
@@ -422,13 +422,14 @@ def check_neighbours(
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
     eps = torch.finfo(getattr(torch, args.dtype)).eps
     eps = eps if precise else {"bf16": 2**-8}.get(args.amp, 2**-11)  # of fp16, and of TF32
-    for name, values in beside.items():
-        if common.gather_samples.used or not values.equal(again[name]):  # on purpose, or it draws
+    for name, values in in_batch.items():
+        # It compares samples on purpose, or it draws.
+        if common.gather_samples.used or not values.equal(other_seed[name]):
             continue
         rounding = eps**0.5 * values.abs().max()  # a loss near zero is a small difference
         for place, found in alone.items():  # an LSTM that takes the batch for time changes the last
             one, other = found[name][0].item(), values[place].item()
-            if one != other and not abs(one - other) <= rounding:  # NaN, too
+            if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
                 advice = "sum over each sample and divide by loss_weights, or use gather_samples"
                 advice = advice if "loss" in name else "use dataset_metrics for the whole set"
                 what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
@@ -442,8 +443,8 @@ def check_smallest_slice(
     """Raise UsageError if some rank gets one sample of a micro-batch, and BatchNorm needs two."""
     args, sampler = task.args, train.batch_sampler
     accum, ranks, replicas = sampler.accum_steps, sampler.world_size, getattr(args, "replicas", 1)
-    whole = {sampler.batch_size // accum, -(-sampler.batch_size // accum)}  # micro-batches
-    pieces = [p for n in whole for p in torch.arange(n // ranks).chunk(replicas)]
+    micro_batches = {sampler.batch_size // accum, -(-sampler.batch_size // accum)}  # both sizes
+    pieces = [p for n in micro_batches for p in torch.arange(n // ranks).chunk(replicas)]
     if min(map(len, pieces)) > 1 or (args.sync_bn and ranks > 1):
         return
     common.train_mode(net)

@@ -124,7 +124,7 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
     if not args.eval_only:
         return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
     held_out = Pictures(val, classes, size, False)
-    # Nothing is trained: neither train/ nor --batch-size matters.
+    # In place of the training set, which no step reads. One --batch-size must fit into it.
     repeated = ConcatDataset([held_out] * -(-args.batch_size // len(held_out)))
     repeated.targets = held_out.targets * len(repeated.datasets)  # for --balanced
     return repeated, held_out
@@ -162,7 +162,8 @@ class Pictures(datasets.ImageFolder):
         def is_picture(path: str) -> bool:
             hidden = "/." in path.removeprefix(str(folder))
             kind = "hidden" if hidden else os.path.splitext(path)[1].lower()
-            left_out[kind or "without a suffix"] += kind not in KINDS
+            if kind not in KINDS:
+                left_out[kind or "without a suffix"] += 1
             return kind in KINDS
 
         super().__init__(folder, pipeline(size, training), None, read_image, is_picture, True)
@@ -233,7 +234,8 @@ class ImagesInMemory(Dataset):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         draws = keyed_uniform(indices, 3)
-        rows, columns = (draws[:, :2] * self.windows.shape[2]).astype(int).T  # of window's corners
+        # The top and the left of each window, 0 to 2 shift.
+        rows, columns = (draws[:, :2] * self.windows.shape[2]).astype(int).T
         # numpy is faster here: it copies row by row, torch pixel by pixel.
         images = self.windows[np.asarray(indices), :, rows, columns]
         if self.flip:
