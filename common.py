@@ -15,6 +15,7 @@ import fnmatch
 import itertools
 import math
 import os
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -50,8 +51,8 @@ def ranks_from_env() -> tuple[int, int, int]:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except KeyError as error:
         raise UsageError(
-            f"no launcher ({error} is not set). Start it with torchrun, as torchrun --standalone "
-            "--nproc-per-node 2 train_ddp.py [options], or with bash run.sh ddp 2 [options]"
+            f"no launcher ({error} is not set). Start it with torchrun, as "
+            f"torchrun --standalone --nproc-per-node 2 {Path(sys.argv[0]).name} [options]"
         ) from error
     return rank, local_rank, world_size
 
@@ -954,12 +955,12 @@ def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- checkpoint files
 
 
-def save_checkpoint(checkpoint: dict[str, Any], *paths: Path) -> None:
+def save_checkpoint(checkpoint: dict[str, Any], *paths: str | Path) -> None:
     """Write files that are always whole: after a crash, a kill or a full disk the old ones stay.
 
     All files have the same content. Each is on the disk before the next one is begun.
     """
-    for path in paths:
+    for path in map(Path, paths):
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             with open(temporary, "wb") as file:

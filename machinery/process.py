@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,6 +43,7 @@ LOST_CONNECTION = re.compile(
 )
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
+REPEATED = 10  # seconds that the other ranks wait before they print the first rank's error too
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
 at_end = contextlib.ExitStack()  # leaves_no_trace closes it
 
@@ -316,6 +318,8 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
             raise RuntimeError("the run was left before its end, without an error")
         reason = ""
     except UsageError as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
         tell(f"error: {error}")
         if dist.is_initialized():
             leave(2)  # without a barrier: the other ranks do not know of the error

@@ -429,7 +429,7 @@ class Log:
         reason = "a gradient was not finite, or no sample had a weight"
         warning = f"  skipped {skipped} steps: {reason}" if skipped else ""
         values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
-        speed = f"{line['images_per_s']:.0f} images/s  data {line['data_wait']:.0%}"
+        speed = f"{line['images_per_s']:.0f} samples/s  data {line['data_wait']:.0%}"
         text = f"{values}  lr {line['lr']:.5g}  {speed}{warning}"
         self._write(line, f"step {state.step}/{self.sampler.steps_per_epoch}  {text}")
 

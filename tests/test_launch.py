@@ -174,7 +174,7 @@ def test_progress_bar_on_a_terminal_with_loss_rate_and_speed(tee, tmp_path):
         return
     bars = [part for part in re.split(r"[\r\n]", text) if part.startswith("epoch 2/2:")]
     assert any(
-        re.search(r"\d+/22 .*loss \d\.\d+ .* lr 0\.\d+  \d+ images/s", bar) for bar in bars
+        re.search(r"\d+/22 .*loss \d\.\d+ .* lr 0\.\d+  \d+ samples/s", bar) for bar in bars
     ), text
     assert "step 5/22" not in text and len(eval_lines(text)) == 2
 

@@ -111,7 +111,7 @@ def figures(text):
     found = re.fullmatch(
         r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
         r"loss (?P<loss>-?\d+\.\d{6}|nan)  (?:odd (?P<odd>\d\.\d{6})  )?lr (?P<lr>[\d.e-]+)  "
-        r"(?P<speed>\d+) images/s  data (?P<wait>\d+)%"
+        r"(?P<speed>\d+) samples/s  data (?P<wait>\d+)%"
         r"(?:  skipped (?P<skipped>\d+) steps: a gradient was not finite, or no sample had a weight)?",
         text,
     )
@@ -183,7 +183,7 @@ def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_pa
     found = column(result.train_lines(), "odd")
     assert found == pytest.approx(expected, rel=1e-12) and len(set(expected)) > 3
     assert not any("kept" in line or "labels" in line for line in result.train_lines())
-    shown = [figures(line)["odd"] for line in result.out.splitlines() if "images/s" in line]
+    shown = [figures(line)["odd"] for line in result.out.splitlines() if "samples/s" in line]
     assert shown == pytest.approx(expected, abs=0.51e-6)
 
 
