@@ -40,7 +40,7 @@ OPTIONAL = ["collate", "loss_weights", "train_metrics", "dataset_metrics", "buil
 OPTIONAL += ["shard_modules"]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
-files_before: dict[Path, set[str]] = {}  # which were open before the file of a task was run
+left_open: dict[Path, set[str]] = {}  # which files the top of a task has left open
 
 
 @contextlib.contextmanager
@@ -77,9 +77,9 @@ def load_module(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         seed_generators(splitmix64(-1))  # what the file draws at its top is the same on every rank
-        files_before[path] = open_files()
+        before = open_files()
         spec.loader.exec_module(module)
-        loaded[path] = module
+        loaded[path], left_open[path] = module, open_files() - before
     return module
 
 
@@ -128,6 +128,7 @@ class Task:
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         """Return the training and the evaluation set; what they draw is the same on all ranks."""
         seed_generators(splitmix64(self.args.seed, -4))  # other numbers than those of the model
+        before = open_files()
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
             if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
@@ -137,7 +138,8 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        if (left := open_files() - files_before[self.path]) and self.args.workers != 0:
+        left = (open_files() - before) | (open_files() & left_open[self.path])
+        if left and self.args.workers != 0:
             self._warn_of_fork(", ".join(sorted(left)))
         return train_set, val_set
 

@@ -464,7 +464,7 @@ class Runs:
         """Raise Violation if an invariant does not hold."""
         trial = self.trial
         self.write_files()
-        self.bad_steps = self.steps_with_nan()
+        self.bad_steps = self.skipped_steps()
         undisturbed = self.run("undisturbed", trial.mode, trial.n, trial.argv(), check=True)
         self.expect_end(undisturbed)
         self.expect_log(undisturbed.folder)
@@ -526,23 +526,24 @@ class Runs:
 
     # Each of the invariants
 
-    def steps_with_nan(self) -> set[tuple[int, int]]:
-        """Return the (epoch, step), step from 1, that is skipped: for a NaN, or without weights."""
+    def skipped_steps(self) -> dict[tuple[int, int], str]:
+        """Return why each (epoch, step), step from 1, is skipped: "NaN", or without "weights"."""
         trial = self.trial
         if trial.part("nan_index") is None and not trial.part("weights"):
-            return set()
+            return {}
         argv = of_mode("single", trial.argv(sync_bn=None, find_unused_parameters=None))
         args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
         train = fuzzed.make_task(trial.task)["build_datasets"](args)[0]
         labels = [int(train[index][1].flatten()[0]) for index in range(len(train))]
-        bad, batch = set(), args.batch_size
+        bad, batch = {}, args.batch_size
         for epoch in range(trial.epochs):
             order = harness.order_of(len(train), args.seed, epoch)[: trial.steps * batch]
             for step in range(trial.steps):
                 drawn = [labels[index] for index in order[step * batch : (step + 1) * batch]]
-                empty = trial.part("weights") and not any(fuzzed.weight_of(d) for d in drawn)
-                if empty or any(label & fuzzed.NAN_LOSS for label in drawn):
-                    bad.add((epoch, step + 1))
+                if any(label & fuzzed.NAN_LOSS for label in drawn):
+                    bad[epoch, step + 1] = "NaN"
+                elif trial.part("weights") and not any(fuzzed.weight_of(d) for d in drawn):
+                    bad[epoch, step + 1] = "weights"
         return bad
 
     def expect_end(
@@ -587,10 +588,11 @@ class Runs:
                 expect((error is None) == nan, "log", f"{where}: minus_error {error}")
                 continue
             window = [divmod(step, steps) for step in range(before, line["global_step"])]
-            bad = sum((epoch, step + 1) in self.bad_steps for epoch, step in window)
-            before = line["global_step"]
-            expect(line["skipped"] == bad, "log", f"{where}: skipped {line['skipped']}, not {bad}")
-            expect((line["loss"] is None) == (bad > 0), "log", f"{where}: loss {line['loss']}")
+            bad = [self.bad_steps.get((epoch, step + 1)) for epoch, step in window]
+            number, before = len(bad) - bad.count(None), line["global_step"]
+            expect(line["skipped"] == number, "log", f"{where}: skipped {line['skipped']}: {bad}")
+            nothing = "NaN" in bad or bad.count("weights") == len(bad)
+            expect((line["loss"] is None) == nothing, "log", f"{where}: loss {line['loss']}")
 
     def expect_state(self, folder: Path) -> None:
         """The files are those of a whole run, and agree with its log."""
