@@ -49,7 +49,7 @@ def ranks_from_env() -> tuple[int, int, int]:
     try:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
-    except KeyError as error:
+    except (KeyError, ValueError) as error:
         raise UsageError(
             f"no launcher ({error} is not set). Start it with torchrun, as "
             f"torchrun --standalone --nproc-per-node 2 {Path(sys.argv[0]).name} [options]"
@@ -99,7 +99,8 @@ def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
     # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return max(1, min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE") or cores) // processes))
+    cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE") or cores))
+    return max(1, cores // max(1, processes))
 
 
 def backend(device: torch.device) -> str:
@@ -351,7 +352,7 @@ def has_non_finite(value: Tensor) -> bool:
 
 # Under these names files hold weights. The first one found is taken: of an average, which is what
 # was evaluated, before the weights of the last step.
-PARTS = ["average", "ema", "model_ema", "state_dict_ema", "ema_state_dict"]
+PARTS = ["average", "ema", "model_ema", "ema_model", "state_dict_ema", "ema_state_dict"]
 PARTS += ["weights", "model_state_dict", "model", "state_dict"]
 
 
@@ -637,6 +638,7 @@ def make_momentum(optimizer: torch.optim.Optimizer) -> None:
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer looks at `found_inf`, for all parameters."""
     asks = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler does
+    asks &= type(optimizer).step.__module__.startswith("torch.")  # a task's own step may do more
     groups = optimizer.param_groups
     return asks and all(g.get("fused", True) and not g.get("dampening") for g in groups)
 
@@ -669,6 +671,12 @@ class WeightAverage(nn.Module):
 
     def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
         super().__init__()
+        for module in net.modules() if enabled else ():
+            for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
+                cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+                if any(isinstance(held, (nn.Module, Tensor)) for held in cells):
+                    problem = f"a hook of {type(module).__name__} is a closure over a module"
+                    raise UsageError(f"--average: {problem}; its copy would share it: use a method")
         self.module, self.decay = copy.deepcopy(net) if enabled else nn.Module(), decay
         self.n_averaged, self.enabled = 0, enabled  # steps so far
         ids = {id(p) for p in self.module.parameters() if p.is_floating_point()}

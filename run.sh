@@ -19,8 +19,8 @@ case $mode in
     needed+=("$here/tests/requirements-gpu.txt") # a machine with a GPU may reach no registry: it is asked for little
     [[ " $* " == *" -m gpu"* ]] || needed+=("$here/tests/requirements.txt")
     ;;
-  -h | --help | help) usage && exit 0 ;;
-  "") usage >&2 && exit 2 ;;
+  -h | --help | help) usage || true; exit 0 ;; # stdout may be closed
+  "") usage >&2 || true; exit 2 ;;
   *)
     near=$(python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].lower(), sys.argv[2:], 1))' "$mode" \
       single dp ddp spawn fsdp plot bench test equivalence mutants faults fuzz 2>/dev/null || true)

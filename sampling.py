@@ -8,7 +8,6 @@ changes nothing. This file imports common.py alone, so that you can copy the two
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import math
@@ -185,8 +184,16 @@ class KeyedDataset(Dataset):
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         if self.whole_batches and max(indices) < len(self.dataset):  # no sample comes again
             KeyedDataset.key = splitmix64(self.seed, epoch, 0)
-            with contextlib.suppress(OSError):  # if one is broken, they are read one by one
+            try:
                 return self.dataset.__getitems__(indices)
+            except Exception as error:
+                batch = self._one_by_one(epoch, indices)  # names a broken one, or replaces it
+                if isinstance(error, OSError):
+                    return batch
+                raise
+        return self._one_by_one(epoch, indices)
+
+    def _one_by_one(self, epoch: int, indices: list[int]) -> Any:
         return self.collate([self._first_readable(epoch, number) for number in indices])
 
     def _first_readable(self, epoch: int, first: int) -> Any:

@@ -332,8 +332,10 @@ def parse_args(
     launched = mode in LAUNCHED and devices is None  # by torchrun or srun
     if not launched:
         forget_launcher()
-    parser = build_parser(mode)
+    parser, start = build_parser(mode), os.getcwd()
     task_options, free = add_options_of_task(parser, argv)
+    moved = os.getcwd()  # by the task's file
+    os.chdir(start)  # to which the paths of the command line belong
     args = parser.parse_args(argv)
     args.parallel_mode, args.task_options, args.free_task_options = mode, task_options, free
     for name in task_options:
@@ -348,6 +350,7 @@ def parse_args(
         check_files(args)
     except OSError as error:  # a name too long, a directory that may not be read
         raise UsageError(f"{error.filename}: {error.strerror}") from error
+    os.chdir(moved)
     return args
 
 
@@ -409,11 +412,6 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError(f"--step-epochs has no effect on --schedule {schedule}; use {use}")
     if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
         raise UsageError(f"--schedule {schedule} takes one of --step-epochs, the length of a cycle")
-    # The default, 2, is no error in a run of one epoch.
-    warmup, usual = args.warmup_epochs, next(o for o in OPTIONS if o.name == "--warmup-epochs")
-    if warmup > args.epochs and warmup != usual.settings["default"]:
-        problem = f"--warmup-epochs {warmup:g} is longer than the run"
-        raise UsageError(f"{problem}, --epochs {args.epochs}")
     compress = f"--grad-compress {args.grad_compress}"
     if args.grad_compress != "none" and mode not in ("ddp", "spawn"):
         raise UsageError(f"{compress} belongs to DDP; use ddp or spawn, or leave it out")

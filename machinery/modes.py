@@ -126,6 +126,8 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- fsdp
 
+TABLES = {"_parameters", "_buffers", "_modules"}  # of each nn.Module
+
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     """Return all ranks in one row, or in rows of `shard_size`: each row holds the whole network.
@@ -151,6 +153,7 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     for name, parameter in net.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UsageError(f"the model: {name} has a hook, which its shards would lose; use ddp")
+    refuse_lists(net)
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # What is left is small, and the backward begins with it: it is kept after the forward.
@@ -162,6 +165,20 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
     if mesh.device_type != "cpu":
         wait_for_gathers(net, mesh)
+
+
+def refuse_lists(net: nn.Module) -> None:
+    """Raise UsageError if a module keeps a parameter in a plain list, which would not be cut."""
+    names = {parameter: name for name, parameter in net.named_parameters()}
+
+    def check(value: Tensor) -> Tensor:
+        if isinstance(value, nn.Parameter) and value in names:
+            problem = f"a list or dict of the model holds {names[value]}, which fsdp replaces"
+            raise UsageError(f"the model: {problem}; read it from its module in the forward")
+        return value
+
+    for module in net.modules():
+        tree_map(check, {name: vars(module)[name] for name in vars(module).keys() - TABLES})
 
 
 def wait_for_gathers(net: nn.Module, mesh: DeviceMesh) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,6 +82,9 @@ class Output:
             self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             self.stream.flush()
@@ -95,7 +98,9 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         if _is_program:  # which ends then
             return main(*arguments, **options)
         environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        handlers = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGCHLD)}
+        if in_main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes of ranks
         out, err = Output(sys.stdout), Output(sys.stderr)
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -94,6 +94,8 @@ class Run:
         if dist.is_initialized():  # a slow disk may keep rank 0 for longer than --timeout
             self.patient = dist.new_group(timeout=timeout(7 * 86_400), backend="gloo")
         must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
+        names = " ".join(name for name, _ in state.net.named_parameters())
+        must_agree["the order of parameters"] = hashlib.sha256(names.encode()).hexdigest()[:12]
         check_agreement(must_agree | self.data, device)
 
     def resume(self) -> None:

@@ -38,9 +38,10 @@ RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
 NEEDED = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 OPTIONAL = ["collate", "loss_weights", "train_metrics", "dataset_metrics", "build_optimizer"]
 OPTIONAL += ["shard_modules"]
+UNSIGNED = torch.uint16, torch.uint32, torch.uint64
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
-left_open: dict[Path, set[str]] = {}  # which files the top of a task has left open
+left_open: dict[Path, set] = {}  # which files the top of a task has left open
 
 
 @contextlib.contextmanager
@@ -131,6 +132,8 @@ class Task:
         before = open_files()
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
+            if self.args.balanced:  # the sampler reads them: they may open a file
+                getattr(train_set, "targets", None)
             if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
                 advice = "it needs __len__ and __getitem__, which finds a record by its number"
                 raise UsageError(f"--task {self.path}: an IterableDataset has no order; {advice}")
@@ -140,7 +143,7 @@ class Task:
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
         left = (open_files() - before) | (open_files() & left_open[self.path])
         if left and self.args.workers != 0:
-            self._warn_of_fork(", ".join(sorted(left)))
+            self._warn_of_fork(", ".join(sorted({path for _, path in left})))
         return train_set, val_set
 
     def _warn_of_fork(self, left: str) -> None:
@@ -196,6 +199,8 @@ class Task:
             if not trained <= parts <= {id(p) for p in net.parameters()}:
                 wanted = "every parameter of the model that trains, and no other; see also --freeze"
                 raise UsageError(f"{where}: the groups must hold {wanted}")
+            if any(hasattr(p, "full_tensor") and p._backward_hooks for p in net.parameters()):
+                raise UsageError(f"{where}: fsdp calls no hook of a parameter; use ddp")
         return optimizer
 
     def shard_modules(self, net: nn.Module) -> list[nn.Module]:
@@ -248,12 +253,15 @@ class Task:
             return found
 
 
-def open_files() -> set[str]:
-    """Return the paths of the files that this process has open, but for those in its memory."""
+def open_files() -> set[tuple[str, str]]:
+    """Return (descriptor, path) of the files that this process has open, but those in its memory.
+
+    A run before this one in the same process may still have the same file open.
+    """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     mapped = Path("/proc/self/maps").read_text()  # as np.memmap, which has no position
-    paths = {os.path.realpath(link) for link in links if os.path.isfile(link)}
-    return {path for path in paths if f" {path}\n" not in mapped}
+    found = {(link, os.path.realpath(link)) for link in links if os.path.isfile(link)}
+    return {(link, path) for link, path in found if f" {path}\n" not in mapped}
 
 
 def check_tensors(net: nn.Module, where: str, mode: str) -> None:
@@ -268,6 +276,8 @@ def check_tensors(net: nn.Module, where: str, mode: str) -> None:
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
         if mode == "fsdp" and isinstance(tensor, nn.Parameter) and not tensor.dim():
             raise UsageError(f"{where}: fsdp cannot cut {name}; give it the shape [1]")
+        if mode in ("ddp", "spawn") and tensor.dtype in (torch.int16, *UNSIGNED):
+            raise UsageError(f"{where}: DDP cannot send {name}, {tensor.dtype}; keep it as int32")
         if tensor.is_complex():
             raise UsageError(f"{where}: {name} is complex; keep torch.view_as_real of it")
         if 0 in tensor.stride() and not tensor.is_contiguous():  # as torch.ones(1).expand(8) is
@@ -418,7 +428,10 @@ def check_neighbours(
 
     in_batch, other_seed = values_of(indices, 0), values_of(indices, 1)
     try:  # always: each forward of fsdp needs all ranks
-        alone = {place: values_of([indices[place]], 0) for place in (0, -1)}
+        # The last too: an LSTM that takes the batch for time changes it. And those of the lowest
+        # and the highest loss: some losses leave out one part of a batch.
+        places = {0, len(indices) - 1, in_batch["loss"].argmin(), in_batch["loss"].argmax()}
+        alone = {int(place): values_of([indices[place]], 0) for place in places}
     except Exception:  # a batch of one may never come
         return
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
@@ -432,7 +445,7 @@ def check_neighbours(
         if "loss" not in name and (draws or not precise):
             continue
         rounding = eps**0.5 * values.abs().max()  # a loss near zero is a small difference
-        for place, found in alone.items():  # an LSTM that takes the batch for time changes the last
+        for place, found in alone.items():
             one, other = found[name][0].item(), values[place].item()
             if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
                 advice = "sum over each sample and divide by loss_weights, or use gather_samples"

@@ -167,7 +167,8 @@ class Pictures(datasets.ImageFolder):
             return kind in KINDS
 
         super().__init__(folder, pipeline(size, training), None, read_image, is_picture, True)
-        left_out["beside the classes"] = sum(entry.is_file() for entry in os.scandir(folder))
+        beside = [e.name for e in os.scandir(folder) if e.is_file() or e.name.startswith(".")]
+        left_out["beside the classes"] = len(beside)
         counts = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n) or "nothing"
         found = f"{folder}: {len(self)} pictures, {len(classes)} classes; left out: {counts}"
         if empty := [classes[n] for n in sorted({*range(len(classes))} - {*self.targets})]:

@@ -94,3 +94,13 @@ def test_network_that_grows_a_buffer_is_not_averaged():
     net[0].register_buffer("late", torch.full((2,), 7.0))
     with pytest.raises(ValueError, match="zip"):
         average.after_step(net)
+
+
+def test_hook_that_holds_a_module_is_not_averaged():
+    """The copy would call the hook of the network, with the network's weights."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].register_forward_hook(lambda *_: None)
+    common.WeightAverage(net, 0.99)
+    net[0].register_forward_hook(lambda module, inputs, outputs: net[1](outputs))
+    with pytest.raises(common.UsageError, match="a hook of Linear is a closure over a module"):
+        common.WeightAverage(net, 0.99)

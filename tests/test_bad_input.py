@@ -52,6 +52,8 @@ TASKS = {
     + "super().forward(images.flatten(1).double()).cumsum(0)\nbuild_model = Net\n",
     "model-of-one": MODEL
     + "nn.functional.normalize(super().forward(images.flatten(1).double()).T - 1).T / (len(images) - 1)\nbuild_model = Net\n",
+    "loss-of-half": LOSS
+    + "(lambda one: one * (one >= one.median()))((outputs[:, 0].double() - targets).abs())\n",
     "weights-of-all": "def loss_weights(targets):\n    return (targets + 1) / (targets + 1).sum()\n",
     "data-packed": DATA
     + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n"
@@ -74,6 +76,8 @@ TASKS = {
     "data-ragged": DATA + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n",
     "sparse": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, sparse=True))\n",
     "renorm": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, max_norm=1.0))\n",
+    "short": "def build_model(args):\n    net = nn.Linear(64, 10)\n"
+    + "    net.register_buffer('seen', torch.zeros(1, dtype=torch.int16))\n    return net\n",
     "extra-state": "class Extra(nn.Linear):\n    def get_extra_state(self): return {'a': open}\n"
     + "build_model = lambda args: Extra(64, 10)\n",
     "data-unreadable": "class Torn(list):\n    def __getitem__(self, index):\n        raise OSError('image file is truncated')\n"
@@ -125,7 +129,6 @@ single 1 | --task TMP/asks.py | per_sample_loss asks for colour, which is no opt
 single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt
 single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; continue it with --resume auto
 single 1 | --optimizer adamw --momentum 1 | --optimizer adamw: ValueError: Invalid beta parameter at index 0: 1.0
-single 1 | --epochs 3 --warmup-epochs 4 | --warmup-epochs 4 is longer than the run, --epochs 3
 single 1 | --schedule cyclic --step-epochs 3 6 | --schedule cyclic takes one of --step-epochs
 single 1 | --output-dir= | --output-dir: must not be empty, got ''
 single 1 | --output-dir TMP/LONG | : File name too long
@@ -173,10 +176,12 @@ single 1 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp o
 fsdp 2 | --amp fp16 | --amp fp16 cannot scale sharded gradients; use --amp bf16
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 single 1 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ranks cannot average; leave out sparse=True
+ddp 2 | --task TMP/short.py | build_model: DDP cannot send seen, torch.int16; keep it as int32
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 0 is
+ddp 2 | --task TMP/loss-of-half.py --dtype float64 | alone; sum over each sample and divide by loss_weights
 ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; sum over each sample and divide by loss_weights, or use gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | alone; use dataset_metrics for the whole set
 ddp 2 | --task TMP/model-looks-back.py --dtype float64 | alone; sum over each sample

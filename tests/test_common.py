@@ -278,7 +278,15 @@ def test_no_name_of_a_metric_is_that_of_a_weight():
     assert meter.mean() == {"body": 1, "body weight": 4, "count": 2}
 
 
+class Decays(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data *= 0.9
+
+
 OF_A_TASK = {
+    "step of its own": lambda weight, bias: Decays([weight, bias], 0.1, 0.9, fused=True),
     "fused": lambda weight, bias: torch.optim.SGD([weight, bias], 0.1, 0.9, fused=True),
     "one group is not fused": lambda weight, bias: torch.optim.SGD(
         [{"params": [weight], "fused": False}, {"params": [bias]}], 0.1, 0.9, fused=True

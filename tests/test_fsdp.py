@@ -238,6 +238,12 @@ def shard_marked():
     net.bias.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(common.UsageError, match="bias has a hook, which its shards would lose"):
         machinery.modes.shard(net, [], mesh)
+    net = nn.Sequential(nn.Linear(4, 4))
+    net.kept = {"first": [net[0].weight]}  # nothing would train them
+    with pytest.raises(
+        common.UsageError, match=r"list or dict of the model holds 0\.weight, which"
+    ):
+        machinery.modes.shard(net, [], mesh)
 
 
 def test_marks_on_parameters_stay_and_hooks_are_refused():

@@ -161,6 +161,19 @@ def shorter(build_datasets):
     return torch.utils.data.Subset(training, range(len(training) - 1)), evaluation
 
 
+def parameters_of_a_set(rank):
+    """The parameters of rank 1 in another order, as a loop over a `set` of names makes them."""
+    if rank == 1:
+        wrap_in_task("build_net", reversed_parameters)
+
+
+def reversed_parameters(build_net):
+    net = build_net()
+    for module in net.modules():
+        module._parameters = dict(reversed(module._parameters.items()))
+    return net
+
+
 def other_order(rank):
     """The training set of rank 1 as files would be in the order of another file system."""
     if rank == 1:
@@ -196,8 +209,9 @@ def ranks(folder, *own, patch=None, common_options=()):
         (["--seed", "1"], None, "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"),
         ([], one_sample_fewer, "training samples is 203 on rank 0, but 202 on rank"),
         ([], other_order, "hash of training samples is "),
+        ([], parameters_of_a_set, "the order of parameters is "),
     ],
-    ids=["seed", "training set", "order"],
+    ids=["seed", "training set", "order", "parameters"],
 )
 def test_ranks_that_mean_different_runs_are_told(own, patch, words, tmp_path):
     for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):

@@ -331,6 +331,21 @@ def test_broken_sample_is_named_or_replaced_alike_everywhere():
     assert dataset.__getitems__((5, [3]))[1][0].equal(draws[1]), "whatever else is in the batch"
 
 
+class NoKey(Broken):
+    whole_batches = True
+
+    def __getitem__(self, index):
+        return {0: 0, 1: 1}[int(index)]
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def test_sample_that_raises_anything_is_named():
+    with pytest.raises(RuntimeError, match="sample 7 cannot be read: KeyError: 7"):
+        keyed(NoKey(), make_args("single", "--skip-corrupt")).__getitems__((0, [1, 7]))
+
+
 KEEPS = f"""
 import sys
 sys.path[:0] = ["{ROOT}", "{ROOT}/tests"]

@@ -14,9 +14,9 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from harness import TASKS, check, compare, deviation, make_args, run_processes, train
+from harness import TASKS, check, check_built, compare, deviation, make_args, run_processes, train
 from patches import stop_after
-from short_runs import ODD
+from short_runs import ODD, SMALL
 
 import common
 import machinery.cli
@@ -59,7 +59,7 @@ def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
 
 
 def surroundings():
-    numbers = machinery.process.SIGNALS
+    numbers = [*machinery.process.SIGNALS, signal.SIGCHLD]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     handlers = [signal.getsignal(number) for number in numbers]
     return handlers, mask, dict(os.environ), sys.stdout, sys.stderr
@@ -68,6 +68,7 @@ def surroundings():
 def call_main_again_and_again(folder):
     os.environ["RANK"] = "7"
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # spawn would wait for its ranks for ever
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     argv = [*ODD, "--model", "conv", "--epochs", "1", "--deterministic"]
@@ -284,6 +285,31 @@ def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
     assert "loader workers per process: 0" in left.out
     losses = [line["loss"] for line in alone.train_lines()]
     assert losses == [line["loss"] for line in left.train_lines()]
+
+
+def test_open_file_comes_with_a_warning(tmp_path, capsys):
+    """Workers that were asked for; a data set that an earlier run in this process has left; targets that open it."""
+    np.arange(40).tofile(tmp_path / "records")
+    text = f"PATH = {str(tmp_path / 'records')!r}" + RECORDS
+    late = text.replace('open(path, "rb"), n', "None, n") + (
+        "class Late(Records):\n    @property\n    def targets(self):\n"
+        '        self.file = self.file or open(PATH, "rb")\n        return [0, 1] * 20\n'
+        "def build_datasets(args):\n    return Late(PATH, 40), Late(PATH, 33)\n"
+    )
+    kept = []
+    for source, options in ((text, "--workers 2"), (text, ""), (late, "--balanced")):
+        (tmp_path / "asked.py").write_text(source)
+        args = make_args("single", "--task", str(tmp_path / "asked.py"), *options.split())
+        kept.append(machinery.usertask.Task(args).build_datasets())
+        assert args.workers == (2 if "2" in options else 0), options
+        assert "loader workers would share its position" in capsys.readouterr().err
+
+
+def test_check_runs_in_the_process_itself(monkeypatch):
+    """A fork would share the position of a file, and nobody could debug a task in it."""
+    args = make_args("single", *SMALL, "--workers", "0")
+    monkeypatch.setattr(os, "fork", None)
+    check_built(args)
 
 
 def test_file_in_memory_may_stay_open(tmp_path):
