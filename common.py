@@ -99,8 +99,8 @@ def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
     # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
     cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    cores = min(cores, int(os.environ.get("SLURM_CPUS_ON_NODE") or cores))
-    return max(1, cores // max(1, processes))
+    on_node = int(os.environ.get("SLURM_CPUS_ON_NODE") or cores)
+    return max(1, min(cores, on_node // max(1, processes)))
 
 
 def backend(device: torch.device) -> str:

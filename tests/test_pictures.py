@@ -34,7 +34,7 @@ def test_curves_are_equal_up_to_rounding():
         assert len(values) == pictures.EPOCHS
         assert all(0 < value < 1e-12 for value in values), f"{mode}: {values}"
     readme = (ROOT / "README.md").read_text()
-    claimed = float(re.search(r"no parameter differs by more than (\S+)\]", readme)[1])
+    claimed = float(re.search(r"no parameter differs by more than a relative (\S+)\]", readme)[1])
     assert max(max(values) for values in data["deviations"].values()) < claimed
     assert pictures.BOUND == 1e-10 and f"| one device | {pictures.BOUND:.0e} |" in readme
 

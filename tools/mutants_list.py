@@ -195,7 +195,7 @@ mutant("loader: workers started anew every epoch", "sampling", '{"persistent_wor
 mutant("loader: workers do not ignore signals", "sampling", "signal.signal(number, signal.SIG_IGN)", "pass", f"{SIGTERM_SAVES}[2]")
 mutant("workers: load what is not wanted", "sampling", "steps, sampler.steps = sampler.steps, ()", "steps = sampler.steps",
        "test_pitfall_12_resume_within_an_epoch_repeats_nothing")
-mutant("devices: all cores for every process", "common", "// max(1, processes)", "", "test_pitfall_38_workers_stay_and_cores_are_divided")
+mutant("devices: all cores for every process", "common", " // max(1, processes)", "", "test_pitfall_38_workers_stay_and_cores_are_divided")
 
 # task.py
 
