@@ -1,11 +1,16 @@
-"""Packed sequences for an LSTM."""
+"""Packed sequences for an LSTM.
+
+Over padding its last state would depend on the longest sequence of the slice.
+"""
 
 from torch.nn.utils.rnn import pack_sequence
 from vectors import *
 
 
 def build_datasets(args):
-    data = [torch.randn(1 + i % 9, 5, dtype=getattr(torch, args.dtype)) for i in range(100)]
+    g = torch.Generator().manual_seed(args.seed + 1)  # another script gets the same data
+    options = {"generator": g, "dtype": getattr(torch, args.dtype)}
+    data = [torch.randn(1 + i % 9, 5, **options) for i in range(100)]
     return data[:80], data[80:]
 
 

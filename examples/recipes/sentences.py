@@ -11,8 +11,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def build_datasets(args):
-    data = [torch.randint(1, 50, (2 + i % 9,)) for i in range(100)]  # a list is a data set
-    return data[:80], data[80:]
+    g = torch.Generator().manual_seed(args.seed + 1)  # another script gets the same data
+    data = [torch.randint(1, 50, (2 + i % 9,), generator=g) for i in range(100)]
+    return data[:80], data[80:]  # a list is a data set
 
 
 def collate(samples):

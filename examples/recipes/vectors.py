@@ -7,7 +7,8 @@ from torch import nn
 
 class Vectors(torch.utils.data.Dataset):
     def __init__(self, args, n):
-        self.x = torch.randn(n, 8, dtype=getattr(torch, args.dtype))
+        g = torch.Generator().manual_seed(args.seed + n)  # another script gets the same data
+        self.x = torch.randn(n, 8, generator=g, dtype=getattr(torch, args.dtype))
         self.targets = (self.x.sum(1) > 0).long()
 
     def __len__(self):
