@@ -98,8 +98,9 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         if _is_program:  # which ends then
             return main(*arguments, **options)
         environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        handlers = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGCHLD)}
-        if in_main_thread():
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        if in_main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            handlers[signal.SIGCHLD] = signal.SIG_IGN
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes of ranks
         out, err = Output(sys.stdout), Output(sys.stderr)
         try:
