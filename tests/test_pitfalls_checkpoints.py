@@ -23,6 +23,7 @@ from harness import ROOT, deviation, in_group, order_of, single_run, train, undi
 from launches import treats
 from patches import BASE, after_step, in_process, print_batches, printed, stop_after, without_speed
 from torch import nn
+from torch.utils.data._utils import signal_handling
 from torch.nn.parallel import DistributedDataParallel
 
 import common
@@ -133,6 +134,9 @@ def kill_own_group():
 def terminate_group_with_plain_workers(rank):
     multiprocessing.set_start_method("fork", force=True)
     sampling.leave_signals_to_parent = lambda worker: None  # as DataLoader's workers are by default
+    signal_handling._SIGCHLD_handler_set = (
+        False  # torch sets it once; a fork inherits the mark alone
+    )
     os.setsid()
     after_step(3, kill_own_group)
 
