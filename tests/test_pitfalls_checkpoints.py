@@ -23,8 +23,8 @@ from harness import ROOT, deviation, in_group, order_of, single_run, train, undi
 from launches import treats
 from patches import BASE, after_step, in_process, print_batches, printed, stop_after, without_speed
 from torch import nn
-from torch.utils.data._utils import signal_handling
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data._utils import signal_handling
 
 import common
 import machinery.cli
