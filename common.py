@@ -385,7 +385,12 @@ def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = Fal
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
     own_names = {plain(name): name for name in own}
-    given = {own_names.get(plain(name), name): value for name, value in weights.items()}
+    given = {}
+    for name, value in weights.items():
+        if name in own:
+            given[name] = value
+        else:
+            given.setdefault(own_names.get(plain(name), name), value)
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:

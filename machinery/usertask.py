@@ -141,7 +141,7 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        left = (open_files() - before) | (open_files() & left_open[self.path])
+        left = open_files() - (before - left_open[self.path])
         if left and self.args.workers != 0:
             self._warn_of_fork(", ".join(sorted({path for _, path in left})))
         return train_set, val_set
@@ -430,8 +430,9 @@ def check_neighbours(
     try:  # always: each forward of fsdp needs all ranks
         # The last too: an LSTM that takes the batch for time changes it. And those of the lowest
         # and the highest loss: some losses leave out one part of a batch.
-        places = {0, len(indices) - 1, in_batch["loss"].argmin(), in_batch["loss"].argmax()}
-        alone = {int(place): values_of([indices[place]], 0) for place in places}
+        losses = in_batch["loss"]
+        places = {0, len(indices) - 1, int(losses.argmin()), int(losses.argmax())}
+        alone = {place: values_of([indices[place]], 0) for place in places}
     except Exception:  # a batch of one may never come
         return
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")

@@ -179,6 +179,18 @@ def test_weights_are_found_where_the_tensors_are(wrap):
     assert net[0].weight == 1
 
 
+def test_part_that_is_called_module_keeps_its_weights():
+    """Without prefixes both layers would have one name."""
+    net = nn.ModuleDict(
+        {"layer": nn.Linear(1, 1), "module": nn.ModuleDict({"layer": nn.Linear(1, 1)})}
+    )
+    wanted = {
+        name: torch.full_like(value, i) for i, (name, value) in enumerate(net.state_dict().items())
+    }
+    common.load_weights(net, wanted, "the file", complete=True)
+    assert all(value.equal(wanted[name]) for name, value in net.state_dict().items())
+
+
 def test_weights_from_elsewhere_are_evaluated_without_a_checkpoint(tmp_path):
     trained = train("single", 1, *ODD, folder=tmp_path / "trained")
     weights = {f"module.{name}": v for name, v in trained.checkpoint()["model"].items()}
