@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import common
 from common import State, set_up_device
 from machinery.cli import parse_args, run_options, schedule_options
-from machinery.launch import run_worker, wait_for_workers, workers_meet_at
+from machinery.launch import run_worker, wait_for, workers_meet_at
 from machinery.modes import convert_sync_batchnorm
 from machinery.process import leaves_no_trace, run_main, timeout
 from machinery.run import Run
@@ -78,7 +78,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
-    loading = args.seed, args.workers, args.skip_corrupt, task.collate
+    loading = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
     with workers_meet_at(args) as init_method:  # a new file, or --dist-url
         arguments = (worker, args, init_method)
         context = mp.spawn(run_worker, arguments, nprocs=args.nproc, join=False)  # calls worker
-        return wait_for_workers(context, args.nnodes)  # passes signals on to the ranks
+        return wait_for(context.processes, args.nnodes)  # passes signals on to the ranks
 
 
 if __name__ == "__main__":

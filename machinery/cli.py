@@ -194,8 +194,8 @@ option("--grad-compress", ["none", "bf16", "fp16"], None, "none", FIXED,
        "send smaller gradients (ddp, spawn)")
 flag("--find-unused-parameters", MAY_CHANGE,
        "for a model that does not use all its parameters in every step")
-option("--timeout", number(float, 1, 10**9), "SECONDS", 600, MAY_CHANGE,
-       "stop the job if a rank does not respond for so many seconds")
+option("--timeout", number(float, 1, 10**6), "SECONDS", 600, MAY_CHANGE,
+       "stop the job if a rank or a loader worker does not respond for so many seconds")
 # Old launchers pass it; LOCAL_RANK is read instead.
 option("--local-rank", int, None, None, FREE, argparse.SUPPRESS)
 option("--replicas", positive, "N", None, MAY_CHANGE,
@@ -440,11 +440,13 @@ def check_files(args: argparse.Namespace) -> None:
         raise UsageError(f"--resume auto needs {needed}")
     new = f"runs/{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     args.output_dir = os.path.abspath(args.output_dir or new)
-    directory = Path(args.output_dir)
-    if args.eval_only and any(directory.glob("*.pt")):
+    directory, log = Path(args.output_dir), Path(args.output_dir, "metrics.jsonl")
+    saved = any(directory.glob("*.pt"))
+    if args.eval_only and saved:
         return  # it writes nothing there
     own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
-    if not own and any(directory.glob("*.pt")):
+    logged = not args.eval_only and log.exists() and log.stat().st_size > 0
+    if not own and (saved or logged):
         advice = "continue it with --resume auto, or choose another directory"
         raise UsageError(f"--output-dir {directory} already holds a run; {advice}")
     folder = next(p for p in (directory, *directory.parents) if os.path.lexists(p))

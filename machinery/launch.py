@@ -43,21 +43,20 @@ from machinery.process import (
 from machinery.usertask import blame
 from sampling import end_with_parent
 
-RESTARTS = 3  # after a failure
 ON_PURPOSE = {2, 3, *SIGNALS.values()}  # exit codes of a rank that has told why it ends
 
 
-def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, str]:
-    """Wait for the ranks of this machine, and hand signals on to them.
+def wait_for(processes: list, nnodes: int = 1) -> int:
+    """Wait for the ranks of this machine, and hand signals on to them; return the exit code.
 
-    `processes` are of subprocess or multiprocessing; signals are added to `received`. Returns what
-    `diagnose` returns.
+    `processes` are of subprocess or multiprocessing.
     """
+    received: list[int] = []  # signals
 
     def codes() -> list[int | None]:
         return [p.exitcode if hasattr(p, "exitcode") else p.poll() for p in processes]
 
-    def send(number: int, frame: Any = None) -> None:
+    def send(number: int, frame: Any) -> None:
         received.append(number)
         for process, code in zip(processes, codes()):
             with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -78,8 +77,9 @@ def wait_for(processes: list, nnodes: int, received: list[int]) -> tuple[int, st
         if code is None:
             process.kill()
             process.wait() if hasattr(process, "wait") else process.join()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the ranks of a restart can answer
-    return diagnose(ended, nnodes, received)
+    code, cause = diagnose(ended, nnodes, received)
+    tell(cause)
+    return code
 
 
 def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple[int, str]:
@@ -92,10 +92,11 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     # NCCL aborts a rank that has lost another one: it is the cause only if no rank ended otherwise.
     if {*ended} - {None, 0, -signal.SIGABRT}:
         ended = [FAILED if code == -signal.SIGABRT else code for code in ended]
-    failed = [code for code in ended if code]
-    chosen = [code for code in failed if code in ON_PURPOSE]
+    if not any(ended):
+        return 0, ""
+    chosen = [code for code in ended if code in ON_PURPOSE and code]
     killed = [rank for rank, code in enumerate(ended) if code and code < 0]
-    untold = [rank for rank, code in enumerate(ended) if code not in (None, 0, FAILED)]
+    untold = [rank for rank, code in enumerate(ended) if code not in (None, FAILED)]
     if chosen:  # it has printed the reason
         return chosen[0], ""
     if killed:
@@ -107,14 +108,12 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
         if number == signal.SIGABRT and None in ended:  # by NCCL, after --timeout
             cause += f", maybe as it waited for process {ended.index(None)}, which hung"
         return 1, cause
-    if nnodes > 1 and failed:
+    if nnodes > 1:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"
     if untold:  # as by os._exit in a task
-        return 1, f"process {untold[0]} left with exit code {ended[untold[0]]}"
-    if failed and 0 in ended:
-        return 1, "a rank left before the end"
-    return int(bool(failed)), ""
+        return 1, f"process {untold[0]} left before the end, with exit code {ended[untold[0]]}"
+    return 1, ""
 
 
 # ----------------------------------------------------------------------------------- train_spawn.py
@@ -158,13 +157,6 @@ def run_worker(
     sys.exit(run_main(functools.partial(worker, local_rank, args, *arguments)))
 
 
-def wait_for_workers(context: mp.ProcessContext, nnodes: int) -> int:
-    """Wait for the processes of mp.spawn and return the exit code of the run."""
-    code, cause = wait_for(context.processes, nnodes, [])
-    tell(cause)
-    return code
-
-
 # ------------------------------------------------------------------------- bash run.sh ddp|fsdp N
 
 
@@ -194,29 +186,13 @@ def main() -> int:
     mode, devices, argv = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     sys.argv[0] = script = f"train_{mode}.py"
     args = parse_args(mode, argv, devices)
-    argv += ["--output-dir", args.output_dir]  # the same one in all attempts
-    last = Path(args.output_dir, "last.pt")
+    argv += ["--output-dir", args.output_dir]  # its default has the number of this process
     os.environ["LAUNCH_PID"] = str(os.getpid())
-    received: list[int] = []  # signals
-    before = last.stat().st_mtime_ns if last.exists() else None
     with tempfile.TemporaryDirectory() as directory:
         stay_on_this_machine()
-        for attempt in range(RESTARTS + 1):
-            # The ranks meet in a new file: nothing listens to the network.
-            os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks{attempt}"
-            processes = start(script, argv, devices)
-            code, cause = wait_for(processes, 1, received)
-            # Without a checkpoint of this run, or of the one that it resumes, the same would happen
-            # again.
-            written = last.exists() and last.stat().st_mtime_ns != before
-            can_resume = written or (before and args.resume == "auto")
-            failed = code == 1 and not received  # and was not stopped
-            if not (failed and can_resume and attempt < RESTARTS):
-                break
-            tell(f"{cause or 'a rank failed, as it says above'}; restart {attempt + 1}")
-            argv += ["--resume", "auto"]
-        tell(cause)
-    return code
+        # The ranks meet in a new file: nothing listens to the network.
+        os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
+        return wait_for(start(script, argv, devices))
 
 
 if __name__ == "__main__":

@@ -449,8 +449,10 @@ def check_neighbours(
         for place, found in alone.items():
             one, other = found[name][0].item(), values[place].item()
             if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
-                advice = "sum over each sample and divide by loss_weights, or use gather_samples"
+                advice = "sum over each sample and divide by loss_weights, keep padding out of "
+                advice += "the model, or use gather_samples"
                 advice = advice if "loss" in name else "use dataset_metrics for the whole set"
+
                 what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
                 raise UsageError(f"--task {task.path}: {what} {one:.6g} alone; {advice}")
 

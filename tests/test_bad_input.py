@@ -128,6 +128,7 @@ single 1 | --task TMP/raises.py | --task TMP/raises.py, line 1: ModuleNotFoundEr
 single 1 | --task TMP/asks.py | per_sample_loss asks for colour, which is no option
 single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt
 single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; continue it with --resume auto
+single 1 | --output-dir TMP/logged | --output-dir TMP/logged already holds a run; continue it with --resume auto
 single 1 | --optimizer adamw --momentum 1 | --optimizer adamw: ValueError: Invalid beta parameter at index 0: 1.0
 single 1 | --schedule cyclic --step-epochs 3 6 | --schedule cyclic takes one of --step-epochs
 single 1 | --output-dir= | --output-dir: must not be empty, got ''
@@ -182,7 +183,7 @@ single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingE
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 0 is
 ddp 2 | --task TMP/loss-of-half.py --dtype float64 | alone; sum over each sample and divide by loss_weights
-ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; sum over each sample and divide by loss_weights, or use gather_samples
+ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; sum over each sample and divide by loss_weights, keep padding out of the model, or use gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | alone; use dataset_metrics for the whole set
 ddp 2 | --task TMP/model-looks-back.py --dtype float64 | alone; sum over each sample
 ddp 2 | --task TMP/model-of-one.py --dtype float64 | beside others, and nan alone; sum over each
@@ -216,9 +217,10 @@ def folder(tmp_path_factory):
     for path in (folder / "torn" / "train").glob("?/?.png"):
         path.write_bytes(b"no picture")
     (folder / "nowhere").symlink_to(folder / "gone")
-    for name in ("closed", "run", "dir.py"):
+    for name in ("closed", "run", "logged", "dir.py"):
         (folder / name).mkdir()
     (folder / "run" / "last.pt").write_bytes(b"")
+    (folder / "logged" / "metrics.jsonl").write_text("{}")
     return folder
 
 
@@ -370,7 +372,7 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
     [
         "--epochs 1",  # shorter than the default warm-up
         "--epochs 10 --schedule step --step-epochs 5 15",  # a part of a longer run
-        "--seed 9223372036854775807 --lr 0 --weight-decay 0 --momentum 1 --timeout 1e9",
+        "--seed 9223372036854775807 --lr 0 --weight-decay 0 --momentum 1 --timeout 1e6",
         "--task TMP/imports.py",
         "--task TMP/one.py --batch-size 1",
         "--output-dir TMP/new/folder/of/many",

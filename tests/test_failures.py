@@ -1,4 +1,4 @@
-"""Ranks that fail, diverge, lose each other or end early: which code a run ends with, what the last line says, what is started again."""
+"""Ranks that fail, diverge, lose each other or end early: which code a run ends with, what the last line says."""
 
 import fcntl
 import functools
@@ -163,8 +163,8 @@ ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all n
         ([-15, -15], 1, [TERM], (143, "stopped by SIGTERM with nothing to save")),
         ([-2, FAILED], 1, [INT], (130, "stopped by SIGINT with nothing to save")),
         ([FAILED, -15], 1, [], (1, "process 1 was killed by SIGTERM")),
-        ([FAILED, 7], 1, [], (1, "process 1 left with exit code 7")),
-        ([FAILED, 0], 1, [], (1, "a rank left before the end")),
+        ([FAILED, 7], 1, [], (1, "process 1 left before the end, with exit code 7")),
+        ([FAILED, 0], 1, [], (1, "process 1 left before the end, with exit code 0")),
         ([FAILED, 0], 2, [], (1, ELSEWHERE)),
         ([2, FAILED], 2, [], (2, "")),
         ([ABORTED, FAILED], 1, [], (1, "")),  # NCCL aborts a rank that has lost another one
@@ -199,11 +199,11 @@ class Rank:
 def test_rank_that_hangs_while_the_others_end_is_killed(code, monkeypatch):
     """A signal that the launcher gets is handed on to it before."""
     sent = []
-    monkeypatch.setattr(machinery.launch, "handle_signals", lambda handler: handler(TERM))
+    monkeypatch.setattr(machinery.launch, "handle_signals", lambda handler: handler(TERM, None))
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(machinery.launch, "GRACE", 0.2)
     processes = [Rank(code), Rank(None)]
-    assert machinery.launch.wait_for(processes, 1, []) == (1 if code == FAILED else code, "")
+    assert machinery.launch.wait_for(processes) == (1 if code == FAILED else code)
     assert [process.killed for process in processes] == [False, True] and sent == [TERM]
 
 
@@ -214,7 +214,7 @@ def test_refused_input_ends_the_other_ranks_at_once(monkeypatch):
     time_ = SimpleNamespace(monotonic=lambda: next(clock) / 1000, sleep=lambda seconds: None)
     monkeypatch.setattr(machinery.launch, "time", time_)
     processes = [Rank(2), Rank(None)]
-    assert machinery.launch.wait_for(processes, 1, []) == (2, "")
+    assert machinery.launch.wait_for(processes) == 2
     assert processes[1].killed and next(clock) < 10, "far from the end of GRACE"
 
 
@@ -257,91 +257,9 @@ def test_rank_that_lost_another_leaves_in_silence_if_the_launcher_is_ours(tmp_pa
     assert code_of_torchrun == 1 and "Connection closed by peer" in err_of_torchrun.splitlines()[-1]
 
 
-# ----------------------------------------------------------------------------------------- restarts
-
-
 FAULTY = (
     f"--task {TASKS / 'faulty.py'} --epochs 3 --batch-size 30 --save-every 4 --log-every 1".split()
 )
-
-
-@pytest.fixture
-def launches(monkeypatch, tmp_path):
-    """Launch 2 ranks that do not start; return what each attempt found in its environment."""
-
-    def launch(endings, *argv, saves=True, signals=()):
-        attempts = []
-
-        def start(script, given, devices):
-            assert script == "train_ddp.py" and devices == 2
-            auto = ["--resume", "auto"] * len(attempts)
-            assert given == [*argv, *["--output-dir", str(tmp_path)] * 2, *auto]
-            attempts.append({**os.environ})
-            if saves:
-                (tmp_path / "last.pt").touch()
-
-        kept = {name: value for name, value in os.environ.items() if name == "PATH"}
-        monkeypatch.setattr(os, "environ", kept)
-        monkeypatch.setattr(machinery.launch, "start", start)
-
-        def wait_for(processes, nnodes, received):
-            received += signals
-            return endings[len(attempts) - 1]
-
-        monkeypatch.setattr(machinery.launch, "wait_for", wait_for)
-        monkeypatch.setattr(
-            sys, "argv", ["launch.py", "ddp", "2", *argv, "--output-dir", str(tmp_path)]
-        )
-        return machinery.launch.main(), attempts
-
-    return launch
-
-
-def test_launcher_restarts_three_times_on_one_machine(launches, capsys):
-    code, attempts = launches([(1, why) for why in ("lost", "", "first", "last")])
-    assert code == 1
-    assert [each["LAUNCH_PID"] for each in attempts] == [str(os.getpid())] * 4
-    places = {each["LAUNCH_RENDEZVOUS_FILE"] for each in attempts}
-    assert len(places) == 4, "where dead ranks have met nobody can"
-    for library in ("GLOO", "NCCL"):
-        assert attempts[0][f"{library}_SOCKET_IFNAME"] == "lo", "nobody else can reach it"
-    causes = ("lost", "a rank failed, as it says above", "first")
-    told = [f"{cause}; restart {i}" for i, cause in enumerate(causes, 1)]
-    assert capsys.readouterr().err == "".join(f"train_ddp.py: {line}\n" for line in [*told, "last"])
-
-
-@pytest.mark.parametrize(
-    ("options", "attempts"),
-    [
-        (["--resume", "auto"], 2),
-        (["--resume", "OTHER"], 1),  # last.pt is that of an earlier run
-        (["--resume", "OTHER", "--eval-only"], 1),
-    ],
-)
-def test_launcher_restarts_only_from_what_this_run_wrote(options, attempts, launches, tmp_path):
-    other = tmp_path / "other.pt"
-    other.touch()
-    (tmp_path / "last.pt").touch()
-    options = [str(other) if option == "OTHER" else option for option in options]
-    endings = [(1, "lost"), (0, "")]
-    assert len(launches(endings, *options, saves=False)[1]) == attempts
-
-
-@pytest.mark.parametrize(
-    ("endings", "saves", "signals", "code"),
-    [
-        ([(1, "lost"), (0, "")], True, [], 0),
-        ([(1, "lost")], False, [], 1),  # the same would happen again
-        ([(1, "lost")], True, [signal.SIGTERM], 1),  # it was asked to stop
-        ([(2, "")], True, [], 2),
-        ([(3, "")], True, [], 3),
-        ([(143, "")], True, [], 143),
-    ],
-    ids=["well", "nothing saved", "signal", "argument", "diverged", "TERM"],
-)
-def test_when_the_launcher_restarts(endings, saves, signals, code, launches):
-    found, attempts = launches(endings, saves=saves, signals=signals)
-    assert found == code and len(attempts) == len(endings)
 
 
 def started(program):
@@ -350,32 +268,10 @@ def started(program):
     return [subprocess.Popen([sys.executable, "-c", listens + program])]
 
 
-def stop_between_two_attempts(folder):
-    """Be a launcher whose ranks fail, and which gets SIGTERM when it says so."""
-
-    def start(script, argv, devices):
-        signal.pthread_sigmask(signal.SIG_BLOCK, machinery.process.SIGNALS)
-        (folder / "last.pt").touch()
-        return started("time.sleep(100)" if "auto" in argv else "exit(4)")
-
-    machinery.launch.start = start
-    machinery.launch.tell = lambda message: os.kill(os.getpid(), TERM) or print(message)
-    sys.argv = ["launch.py", "ddp", "1", "--output-dir", str(folder)]
-    return machinery.process.run_main(machinery.launch.main)
-
-
-def test_signal_between_two_attempts_is_not_forgotten(tmp_path):
-    ((code, out, _),) = run_processes(
-        [functools.partial(stop_between_two_attempts, tmp_path)], tmp_path
-    )
-    assert code == 143 and "stopped by SIGTERM with nothing to save" in out
-
-
 def fail_unseen():
     """Be a launcher that a service started, which ignores SIGCHLD so that it gets no zombies."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    wait = functools.partial(machinery.launch.wait_for, nnodes=1, received=[])
-    return machinery.process.run_main(lambda: wait(started("exit(3)"))[0])
+    return machinery.process.run_main(lambda: machinery.launch.wait_for(started("exit(3)")))
 
 
 def test_exit_codes_of_ranks_are_seen_where_sigchld_is_ignored(tmp_path):
@@ -383,22 +279,53 @@ def test_exit_codes_of_ranks_are_seen_where_sigchld_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["raises", pytest.param("is killed", marks=pytest.mark.full)])
-def test_restarted_run_is_the_same_to_the_bit(fault, tmp_path):
-    """The launcher tells the cause, and starts the ranks again from last.pt."""
+def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(fault, tmp_path):
+    """The last line tells the cause. The ranks of the second start meet elsewhere, and on this machine alone."""
     environment = {"FAULT": fault, "FAULT_AT": faults.sample_at(1, 50)}
     environment |= {"FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
     command = ["bash", "run.sh", "ddp", "2", *FAULTY]
     with Launch(command, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
-        assert launch.end() == 0, launch.errors()
+        assert launch.end() == 1, launch.errors()
         told = launch.errors()
-    assert (tmp_path / "once").exists() and told.endswith("; restart 1\n")
+    assert (tmp_path / "once").exists()
     if fault == "raises":
-        assert "RuntimeError: broken in the loss" in told and "a rank failed, as it says" in told
+        assert told.endswith("RuntimeError: broken in the loss\n")
     else:
-        assert told == "train_ddp.py: process 1 was killed by SIGKILL; restart 1\n"
+        assert told == "train_ddp.py: process 1 was killed by SIGKILL\n"
+    again = [*command, "--resume", "auto"]
+    with Launch(again, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
+        assert launch.end() == 0, launch.errors()
     reference = undisturbed("ddp", 2, *FAULTY)
     assert not faults.differences(launch.checkpoint()["model"], reference.checkpoint()["model"], "")
     assert faults.log_lines(tmp_path / "run" / "metrics.jsonl") == without_speed(reference.lines)
+
+
+SERVED = """import queue, threading
+from small import *
+from small import build_datasets as build
+class Served:
+    def __init__(self, data):
+        self.data, self.asked, self.found = data, queue.Queue(), queue.Queue()
+        threading.Thread(target=self.serve, daemon=True).start()
+    def serve(self):
+        while True:
+            self.found.put(self.data[self.asked.get()])
+    def __len__(self):
+        return len(self.data)
+    def __getitem__(self, index):
+        self.asked.put(index)
+        return self.found.get()
+def build_datasets(args):
+    return [Served(data) for data in build(args)]
+"""
+
+
+def test_loader_worker_that_waits_for_ever_ends_the_run(tmp_path):
+    """It is a fork: it has no copy of the thread that serves the samples."""
+    (tmp_path / "served.py").write_text(SERVED)
+    argv = ["--task", str(tmp_path / "served.py"), "--workers", "1", "--timeout", "1"]
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code == 1 and "DataLoader timed out after 1" in result.err.splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------- non-finite values

@@ -67,8 +67,8 @@ def bare_launcher():
 
 LAST_WORDS = {
     "raises": "RuntimeError: rank 1 broke$",
-    "exits 0": "a rank left before the end$",
-    "exits 1": "process 1 left with exit code 1$",
+    "exits 0": "process 1 left before the end, with exit code 0$",
+    "exits 1": "process 1 left before the end, with exit code 1$",
     "is killed": "process 1 was killed by SIGKILL$",
     "hangs": "RuntimeError: .*Timed out waiting 3000ms",
 }

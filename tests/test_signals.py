@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import in_group, train, undisturbed
-from launches import ROOT, TASKS, Launch, listening, read, treats
+from launches import ROOT, TASKS, Launch, listening, read, send, treats
 from patches import BASE, Patches, after_step, call_in_task, without_speed
 from runs import make_run, make_step, start_epoch
 from short_runs import EVERYTHING
@@ -145,6 +145,43 @@ def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
     mains = re.findall(r'File ".*/train_ddp.py", line \d+ in main$', result.err, re.MULTILINE)
     assert len(mains) == 1, result.err
     assert " in wait_here\n" in result.err, "of all its threads"
+
+
+HANGS = """import os, time
+from small import *
+from small import per_sample_loss as loss
+def per_sample_loss(outputs, targets):
+    if outputs.requires_grad and os.environ["RANK"] == "1":
+        open(os.path.join(os.path.dirname(__file__), "hangs"), "w").close()
+        time.sleep(1000)
+    return loss(outputs, targets)
+"""
+
+
+@pytest.mark.full
+def test_advice_of_hang_md_finds_the_rank_that_hangs_and_ends_the_run(tmp_path):
+    text = (ROOT / "docs" / "hang.md").read_text()
+    (list_all,) = re.findall(r"^ +(pgrep .*?) +#", text, re.MULTILINE)
+    (print_rank,), (print_parent,) = (re.findall(f"`({name} .*?)`", text) for name in ("tr", "ps"))
+
+    def answer(command, pid=0):
+        command = command.replace("PID", str(pid))
+        return subprocess.check_output(command, shell=True, text=True, timeout=30).strip()
+
+    (tmp_path / "task.py").write_text(HANGS)
+    options = ["--task", str(tmp_path / "task.py"), "--workers", "1"]
+    path = {"PYTHONPATH": str(TASKS)}
+    with Launch(LAUNCHES["ddp"], tmp_path, *options, stdout=subprocess.DEVNULL, **path) as launch:
+        launch.wait_until((tmp_path / "hangs").exists)
+        listed = {int(line.split()[0]) for line in answer(list_all).splitlines()}
+        ranks = {answer(print_rank, pid): pid for pid in launch.ranks()}
+        assert ranks.keys() == {"RANK=0", "RANK=1"}
+        assert listed & {*launch.processes()} == {*ranks.values(), *launch.workers()}
+        assert {int(answer(print_parent, pid)) for pid in ranks.values()} == {launch.process.pid}
+        os.kill(ranks["RANK=1"], signal.SIGUSR2)
+        launch.wait_until(lambda: "task.py" in launch.errors())
+        send([launch.process.pid, *ranks.values()], signal.SIGKILL)
+        assert launch.end() == 137
 
 
 # ----------------------------------------------------------------------------------- at bad moments

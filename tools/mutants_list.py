@@ -123,8 +123,8 @@ mutant("scaler: momentum is not made", "common", "optimizer.state[parameter].set
 mutant("scaler: a group that is not fused makes the step", "common", 'g.get("fused", True) and not g', "not g", f"{FIRST_STEP}[one group is not fused]")
 mutant("scaler: dampening begins with zero", "common", ' and not g.get("dampening")', "", f"{FIRST_STEP}[dampening]")
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", "test_guard_of_a_fused_step_reads_nothing_and_computes_little")
-mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(skipped, kept, now, out=kept)", "kept.copy_(now)", f"{NO_TRACE}[off-BatchNorm1d]")
-mutant("scaler: statistics that a forward assigns stay", "common", "append((module._buffers, name))", "append(({name: buffer}, name))", f"{NO_TRACE}[off-Assigns]")
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.bad > 0, kept, now, out=kept)", "kept.copy_(now)", f"{NO_TRACE}[off-BatchNorm1d]")
+mutant("scaler: statistics that a forward assigns stay", "common", "append((module._buffers, name, buffer))", "append(({name: buffer}, name, buffer))", f"{NO_TRACE}[off-Assigns]")
 mutant("scaler: a call of torch for each gradient", "common", "torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)",
        "[torch._amp_foreach_non_finite_check_and_unscale_([g], self.bad, self.one) for g in gradients]",
        "test_step_calls_torch_little_more_often_than_a_bare_one")
@@ -436,7 +436,7 @@ mutant("traces: variables stay", "machinery/process", "os.environ.update(environ
 
 # machinery/launch.py and machinery/process.py
 
-mutant("launch: a failed rank is success", "machinery/launch", 'return int(bool(failed)), ""', 'return 0, ""', BLAME)
+mutant("launch: a failed rank is success", "machinery/launch", "if not any(ended):", "if 0 in ended:", BLAME)
 mutant("launch: ranks that hang are waited for", "machinery/launch", "process.kill()", "", "test_rank_that_hangs_while_the_others_end_is_killed[143]")
 mutant("launch: 1 for the ranks' own code", "machinery/launch", 'return chosen[0], ""', 'return 1, ""', BLAME)
 mutant("launch: divergence is no end on purpose", "machinery/launch", "{2, 3, *SIGNALS.values()}", "{2, *SIGNALS.values()}", BLAME)
@@ -444,13 +444,7 @@ mutant("launch: ranks wait for one that has refused its input", "machinery/launc
 mutant("launch: signals not handed on", "machinery/launch", "os.kill(process.pid, number)", "pass", "test_rank_that_hangs_while_the_others_end_is_killed[143]")
 mutant("launch: a fixed place to meet", "machinery/launch", 'yield f"file://{directory}/ranks"', 'yield "tcp://127.0.0.1:29500"',
        "test_pitfall_15_two_jobs_on_one_machine")
-mutant("restart: an early failure is repeated", "machinery/launch", "failed and can_resume and attempt", "failed and attempt",
-       "test_when_the_launcher_restarts")
-mutant("launch: a deliberate end is restarted", "machinery/launch", "failed = code == 1 and", "failed = code != 0 and", "test_when_the_launcher_restarts")
-mutant("ranks: options are lost", "machinery/launch", "str(ROOT / script), *argv]", "str(ROOT / script)]", "test_restarted_run_is_the_same_to_the_bit[raises]")
-mutant("launch: ranks meet where dead ones did", "machinery/launch", 'f"{directory}/ranks{attempt}"', 'f"{directory}/ranks"',
-       "test_launcher_restarts_three_times_on_one_machine")
-mutant("restart: begins anew", "machinery/launch", 'argv += ["--resume", "auto"]', "pass", "test_launcher_restarts_three_times_on_one_machine")
+mutant("ranks: options are lost", "machinery/launch", "str(ROOT / script), *argv]", "str(ROOT / script)]", "test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit[raises]")
 mutant("launch: --timeout in minutes", "machinery/process", "timedelta(seconds=seconds)", "timedelta(minutes=seconds)",
        "test_timeout_reaches_the_process_group[ddp]")
 mutant("slurm: local rank for the rank", "machinery/process", 'RANK=get("SLURM_PROCID")', 'RANK=get("SLURM_LOCALID")', "test_pitfall_40_ranks_from_slurm")
@@ -514,8 +508,12 @@ mutant("options: booleans cannot be turned off", "machinery/cli", "argparse.Bool
 mutant("options: abbreviations accepted", "machinery/cli", "description=start, allow_abbrev=False", "description=start, allow_abbrev=True",
        f"{REFUSED}[single-1 --batch 32]")
 mutant("options: infinity is a number", "machinery/cli", "or not math.isfinite(value)", "", f"{REFUSED}[single-1 --lr inf]")
-mutant("options: a run is overwritten", "machinery/cli", "if not own and any", "if False and any",
+mutant("options: a run is overwritten", "machinery/cli", "if not own and (saved or logged)", "if not own and logged",
        f"{REFUSED}[single-1 --output-dir TMP/run]")
+mutant("options: the log of a run is overwritten", "machinery/cli", "if not own and (saved or logged)", "if not own and saved",
+       f"{REFUSED}[single-1 --output-dir TMP/logged]")
+mutant("loader: a worker is waited for without an end", "sampling", ', "timeout": timeout}', "}",
+       "test_loader_worker_that_waits_for_ever_ends_the_run")
 mutant("options: more processes than accelerators", "machinery/cli", "here > available and", "False and", "test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "machinery/cli", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
 mutant("default: --lr", "machinery/cli", '"--lr", amount, "X", 0.1,', '"--lr", amount, "X", 0.01,', "test_defaults")
