@@ -113,6 +113,8 @@ class Run:
         path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
         if checkpoint:
             self._check_config(checkpoint, path)
+        elif self.resume_from:
+            print("nothing to resume: a new run")
         self.files = self.log.files = RunFiles(self.directory, self.eval_only, path)
         best = checkpoint and checkpoint["best"]
         if best and not self.eval_only and not self.files.find_best(best):
