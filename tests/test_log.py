@@ -176,7 +176,7 @@ def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_pa
     expected = []
     for epoch in range(2):
         sampler.set_position(epoch, 0)
-        odd = [(labels[indices] % 2).double().sum().item() for _, indices in sampler]
+        odd = [(labels[indices] % 2).double().sum().item() for _, (indices,) in sampler]
         expected += [
             sum(odd[i : i + 2]) / (30 * len(odd[i : i + 2])) for i in range(0, len(odd), 2)
         ]
