@@ -549,20 +549,18 @@ class StepGuard:
         self.one = torch.ones((), device=device)
         self.skipped, self.in_a_row = (torch.zeros_like(self.one) for _ in range(2))
         self.optimizer: torch.optim.Optimizer | None = None  # set in the first step
-        found: dict[torch.dtype, list] = {}
+        # By name: a forward may put another tensor in the place of a buffer.
+        places: dict[torch.dtype, list] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-                    found.setdefault(buffer.dtype, []).append((module._buffers, name, buffer))
-        self.places = [place for places in found.values() for place in places]
-        self.statistics = []  # of each dtype: as they are now, and after the last good step
-        for places in found.values():
-            buffers = list({id(buffer): buffer for _, _, buffer in places}.values())
-            now = torch.cat([buffer.flatten() for buffer in buffers])
-            # Side by side in memory, so that one copy takes them all.
-            for buffer, part in zip(buffers, now.split([buffer.numel() for buffer in buffers])):
-                buffer.data = part.view_as(buffer)
-            self.statistics.append((now, now.clone()))
+                    places.setdefault(buffer.dtype, []).append((module._buffers, name))
+        self.places = [*places.values()]
+        self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
+
+    def statistics(self) -> list[list[Tensor]]:
+        """Return BatchNorm's buffers, those of one dtype together."""
+        return [[buffers[name] for buffers, name in places] for places in self.places]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale: small gradients would be zero in fp16."""
@@ -575,8 +573,8 @@ class StepGuard:
         had no weight: the step is skipped, and does not count as one of a row.
         """
         self.grad_scaler.unscale_(optimizer)
-        of_groups = [group["params"] for group in optimizer.param_groups]
-        gradients = [p.grad for params in of_groups for p in params if p.grad is not None]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         # As GradScaler does it: one kernel, which also divides, here by 1. Sharded gradients are
         # looked at on all ranks.
         self.bad = torch.zeros_like(self.one)
@@ -604,12 +602,12 @@ class StepGuard:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
-        for buffers, name, buffer in self.places:
-            if buffers[name] is not buffer:  # the forward has put another tensor in its place
-                buffers[name] = buffer.copy_(buffers[name])
-        for now, kept in self.statistics:
-            torch.where(self.bad > 0, kept, now, out=kept)
-            now.copy_(kept)
+        skipped, statistics = self.bad > 0, zip(self.statistics(), self.now, self.kept)
+        # `kept` has the statistics after the last good step; `parts` are views of `now`.
+        for buffers, (now, parts), (kept, kept_parts) in statistics:
+            torch._foreach_copy_(parts, buffers)
+            torch.where(skipped, kept, now, out=kept)
+            torch._foreach_copy_(buffers, kept_parts)
         self.grad_scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -621,8 +619,14 @@ class StepGuard:
         self.grad_scaler.load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
-        for now, kept in self.statistics:
-            kept.copy_(now)
+        self.kept = [flat(buffers) for buffers in self.statistics()]
+
+
+def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a copy of the tensors as one, and its parts, in their shapes."""
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = whole.split([tensor.numel() for tensor in tensors])
+    return whole, [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
 def make_momentum(optimizer: torch.optim.Optimizer) -> None:

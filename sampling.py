@@ -224,11 +224,9 @@ def build_loader(
     workers: int | None = None,
     skip_corrupt: bool = False,
     collate: Callable[[list], Any] = default_collate,
-    timeout: float = 600,
 ) -> DataLoader:
     """Return a loader of the batches of one of the samplers above.
 
-    If a worker needs more than `timeout` seconds for a batch, the loader raises RuntimeError.
     Its workers live as long as it does. They start here, before this process connects to other
     ranks: a fork copies the locks that other threads hold, but not the threads.
     """
@@ -238,7 +236,7 @@ def build_loader(
     options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
-        options |= {"worker_init_fn": leave_signals_to_parent, "timeout": timeout}
+        options |= {"worker_init_fn": leave_signals_to_parent}
     keyed = KeyedDataset(dataset, seed, skip_corrupt, collate)
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)

@@ -194,8 +194,8 @@ option("--grad-compress", ["none", "bf16", "fp16"], None, "none", FIXED,
        "send smaller gradients (ddp, spawn)")
 flag("--find-unused-parameters", MAY_CHANGE,
        "for a model that does not use all its parameters in every step")
-option("--timeout", number(float, 1, 10**6), "SECONDS", 600, MAY_CHANGE,
-       "stop the job if a rank or a loader worker does not respond for so many seconds")
+option("--timeout", number(float, 1, 10**9), "SECONDS", 600, MAY_CHANGE,
+       "stop the job if a rank does not respond for so many seconds")
 # Old launchers pass it; LOCAL_RANK is read instead.
 option("--local-rank", int, None, None, FREE, argparse.SUPPRESS)
 option("--replicas", positive, "N", None, MAY_CHANGE,
@@ -447,8 +447,9 @@ def check_files(args: argparse.Namespace) -> None:
     own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
     logged = not args.eval_only and log.exists() and log.stat().st_size > 0
     if not own and (saved or logged):
-        advice = "continue it with --resume auto, or choose another directory"
-        raise UsageError(f"--output-dir {directory} already holds a run; {advice}")
+        problem = f"--output-dir {directory} already holds a run"
+        advice = "; continue it with" if saved else " without a checkpoint; start it anew with"
+        raise UsageError(f"{problem}{advice} --resume auto, or choose another directory")
     folder = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         problem = f"cannot write in {folder}; choose another one"

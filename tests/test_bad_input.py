@@ -128,7 +128,7 @@ single 1 | --task TMP/raises.py | --task TMP/raises.py, line 1: ModuleNotFoundEr
 single 1 | --task TMP/asks.py | per_sample_loss asks for colour, which is no option
 single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt
 single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; continue it with --resume auto
-single 1 | --output-dir TMP/logged | --output-dir TMP/logged already holds a run; continue it with --resume auto
+single 1 | --output-dir TMP/logged | --output-dir TMP/logged already holds a run without a checkpoint; start it anew with --resume auto
 single 1 | --optimizer adamw --momentum 1 | --optimizer adamw: ValueError: Invalid beta parameter at index 0: 1.0
 single 1 | --schedule cyclic --step-epochs 3 6 | --schedule cyclic takes one of --step-epochs
 single 1 | --output-dir= | --output-dir: must not be empty, got ''
@@ -372,7 +372,7 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
     [
         "--epochs 1",  # shorter than the default warm-up
         "--epochs 10 --schedule step --step-epochs 5 15",  # a part of a longer run
-        "--seed 9223372036854775807 --lr 0 --weight-decay 0 --momentum 1 --timeout 1e6",
+        "--seed 9223372036854775807 --lr 0 --weight-decay 0 --momentum 1 --timeout 1e9",
         "--task TMP/imports.py",
         "--task TMP/one.py --batch-size 1",
         "--output-dir TMP/new/folder/of/many",

@@ -4,6 +4,7 @@ import fcntl
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -300,32 +301,17 @@ def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(fault, tmp_path
     assert faults.log_lines(tmp_path / "run" / "metrics.jsonl") == without_speed(reference.lines)
 
 
-SERVED = """import queue, threading
-from small import *
-from small import build_datasets as build
-class Served:
-    def __init__(self, data):
-        self.data, self.asked, self.found = data, queue.Queue(), queue.Queue()
-        threading.Thread(target=self.serve, daemon=True).start()
-    def serve(self):
-        while True:
-            self.found.put(self.data[self.asked.get()])
-    def __len__(self):
-        return len(self.data)
-    def __getitem__(self, index):
-        self.asked.put(index)
-        return self.found.get()
-def build_datasets(args):
-    return [Served(data) for data in build(args)]
-"""
-
-
-def test_loader_worker_that_waits_for_ever_ends_the_run(tmp_path):
-    """It is a fork: it has no copy of the thread that serves the samples."""
-    (tmp_path / "served.py").write_text(SERVED)
-    argv = ["--task", str(tmp_path / "served.py"), "--workers", "1", "--timeout", "1"]
-    result = train("single", 1, *argv, folder=tmp_path)
-    assert result.code == 1 and "DataLoader timed out after 1" in result.err.splitlines()[-1]
+@pytest.mark.full
+def test_torchrun_starts_a_failed_run_again_as_the_readme_says(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    ((variable, value),) = re.findall(r"`(\w+)=(\d) torchrun --max-restarts N \.\.\. --out", readme)
+    environment = {"FAULT": "raises", "FAULT_AT": faults.sample_at(1, 50), variable: value}
+    environment |= {"FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
+    command = "torchrun --standalone --nproc-per-node 2 --max-restarts 1 train_ddp.py".split()
+    command += [*FAULTY, "--resume", "auto"]
+    with Launch(command, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
+        assert launch.end() == 0, launch.errors()
+    assert (tmp_path / "once").exists() and launch.checkpoint()["epoch"] == 3
 
 
 # -------------------------------------------------------------------------------- non-finite values

@@ -132,7 +132,7 @@ RANGES = {  # the first and the last that are accepted; what is just outside
     "momentum": (["0", "1"], ["-1e-9", "1.0000001"]),
     "warmup-epochs": (["0", "30"], ["-1e-9"]),
     "clip-grad-norm": (["1e-12"], ["0", "1e-13"]),
-    "timeout": (["1", "1000000"], ["0.99", "1000001"]),
+    "timeout": (["1", "1000000000"], ["0.99", "1000000001"]),
     "seed": (["0", str(2**63 - 1)], ["-1", str(2**63)]),
 }
 

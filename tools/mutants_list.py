@@ -123,8 +123,8 @@ mutant("scaler: momentum is not made", "common", "optimizer.state[parameter].set
 mutant("scaler: a group that is not fused makes the step", "common", 'g.get("fused", True) and not g', "not g", f"{FIRST_STEP}[one group is not fused]")
 mutant("scaler: dampening begins with zero", "common", ' and not g.get("dampening")', "", f"{FIRST_STEP}[dampening]")
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", "test_guard_of_a_fused_step_reads_nothing_and_computes_little")
-mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(self.bad > 0, kept, now, out=kept)", "kept.copy_(now)", f"{NO_TRACE}[off-BatchNorm1d]")
-mutant("scaler: statistics that a forward assigns stay", "common", "append((module._buffers, name, buffer))", "append(({name: buffer}, name, buffer))", f"{NO_TRACE}[off-Assigns]")
+mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(skipped, kept, now, out=kept)", "kept.copy_(now)", f"{NO_TRACE}[off-BatchNorm1d]")
+mutant("scaler: statistics that a forward assigns stay", "common", "append((module._buffers, name))", "append(({name: buffer}, name))", f"{NO_TRACE}[off-Assigns]")
 mutant("scaler: a call of torch for each gradient", "common", "torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)",
        "[torch._amp_foreach_non_finite_check_and_unscale_([g], self.bad, self.one) for g in gradients]",
        "test_step_calls_torch_little_more_often_than_a_bare_one")
@@ -512,8 +512,6 @@ mutant("options: a run is overwritten", "machinery/cli", "if not own and (saved 
        f"{REFUSED}[single-1 --output-dir TMP/run]")
 mutant("options: the log of a run is overwritten", "machinery/cli", "if not own and (saved or logged)", "if not own and saved",
        f"{REFUSED}[single-1 --output-dir TMP/logged]")
-mutant("loader: a worker is waited for without an end", "sampling", ', "timeout": timeout}', "}",
-       "test_loader_worker_that_waits_for_ever_ends_the_run")
 mutant("options: more processes than accelerators", "machinery/cli", "here > available and", "False and", "test_more_processes_than_accelerators_is_refused")
 mutant("options: sync-bn in data parallel", "machinery/cli", 'if mode == "dp" and args.sync_bn:', "if False:", f"{REFUSED}[dp-2 --sync-bn]")
 mutant("default: --lr", "machinery/cli", '"--lr", amount, "X", 0.1,', '"--lr", amount, "X", 0.01,', "test_defaults")
