@@ -452,7 +452,6 @@ def check_neighbours(
                 advice = "sum over each sample and divide by loss_weights, keep padding out of "
                 advice += "the model, or use gather_samples"
                 advice = advice if "loss" in name else "use dataset_metrics for the whole set"
-
                 what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
                 raise UsageError(f"--task {task.path}: {what} {one:.6g} alone; {advice}")
 

@@ -416,9 +416,11 @@ def test_checkpoint_that_no_run_can_take_up_is_refused_by_name(change, message, 
     assert "\n" not in str(error.value), "one line"
 
 
-def test_nothing_to_resume_is_said(tmp_path):
+def test_nothing_to_resume_is_said(tmp_path, capsys):
     (tmp_path / "junk.pt").write_text("this is no checkpoint")
     with pytest.raises(common.UsageError, match=r"junk\.pt: damaged, or no file of tensors"):
         make_run(tmp_path, "--resume", tmp_path / "junk.pt")
     with pytest.raises(common.UsageError, match=r"--resume auto: no checkpoint in .* to evaluate"):
         make_run(tmp_path / "new", "--resume", "auto", "--eval-only")
+    make_run(tmp_path / "new", "--resume", "auto")
+    assert "nothing to resume: a new run\n" in capsys.readouterr().out

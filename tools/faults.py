@@ -379,7 +379,6 @@ class Trial:
             expect(bool(found), f"the last lines of stderr do not name {self.fault.cause}")
         if done and self.fault.codes == {0}:  # it was not to end
             return not hit
-
         came = not done or self.logged >= self.reference.last_epoch
         expect(came, f"nothing came of the fault, at step {self.logged}")
         return done
