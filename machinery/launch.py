@@ -96,7 +96,7 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
         return 0, ""
     chosen = [code for code in ended if code in ON_PURPOSE and code]
     killed = [rank for rank, code in enumerate(ended) if code and code < 0]
-    untold = [rank for rank, code in enumerate(ended) if code not in (None, FAILED)]
+    untold = next((code for code in ended if code not in (None, 0, FAILED)), 0)
     if chosen:  # it has printed the reason
         return chosen[0], ""
     if killed:
@@ -111,8 +111,8 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     if nnodes > 1:
         hint = "or a rank on another node was lost; start all nodes again with --resume auto"
         return 1, f"a rank failed here, {hint}"
-    if untold:  # as by os._exit in a task
-        return 1, f"process {untold[0]} left before the end, with exit code {ended[untold[0]]}"
+    if untold in ended:  # as by os._exit in a task
+        return 1, f"process {ended.index(untold)} left before the end, with exit code {untold}"
     return 1, ""
 
 

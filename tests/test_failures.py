@@ -166,6 +166,7 @@ ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all n
         ([FAILED, -15], 1, [], (1, "process 1 was killed by SIGTERM")),
         ([FAILED, 7], 1, [], (1, "process 1 left before the end, with exit code 7")),
         ([FAILED, 0], 1, [], (1, "process 1 left before the end, with exit code 0")),
+        ([0, 7], 1, [], (1, "process 1 left before the end, with exit code 7")),
         ([FAILED, 0], 2, [], (1, ELSEWHERE)),
         ([2, FAILED], 2, [], (2, "")),
         ([ABORTED, FAILED], 1, [], (1, "")),  # NCCL aborts a rank that has lost another one
