@@ -281,12 +281,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Put the model into training mode, except BatchNorm layers with frozen parameters."""
+    """Put the model into training mode, except each BatchNorm in a frozen part of it."""
     model.train()
-    for norm in batch_norms(model):
-        parameters = list(norm.parameters())
+    for part in model.modules():
+        parameters = list(part.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
-            norm.eval()  # it keeps its statistics
+            for norm in batch_norms(part):  # of affine=False too, which has no parameter itself
+                norm.eval()  # it keeps its statistics
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

@@ -262,8 +262,7 @@ def leave_signals_to_parent(*_: int) -> None:
 
     Nothing else would end a loader worker whose rank was killed.
     """
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in (*ends, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
 

@@ -318,6 +318,18 @@ def test_skipped_first_step_of_any_optimizer_leaves_no_trace(name):
         torch.use_deterministic_algorithms(False)
 
 
+def test_batchnorm_in_a_frozen_part_keeps_its_statistics():
+    """Also one without parameters, of affine=False, that stands beside frozen ones."""
+    frozen = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    net = nn.Sequential(frozen, nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    common.freeze(net, ["0.*"])
+    net.eval()
+    common.train_mode(net)
+    net(torch.arange(12.0).view(4, 3))
+    kept, moved = frozen[1].running_mean, net[2].running_mean
+    assert kept.tolist() == [0, 0, 0] and moved.abs().min() > 0
+
+
 def test_options_reach_the_optimizer():
     argv = "single --lr 0.5 --momentum 0.75 --weight-decay 0.25 --nesterov --optimizer".split()
     net, wanted = nn.Linear(1, 1), {"lr": 0.5, "weight_decay": 0.25}
