@@ -540,9 +540,9 @@ class StepGuard:
     statistics either, where one NaN would stay for ever.
 
     `skipped` counts skipped steps until the caller sets it to zero; `in_a_row` counts those since
-    the last good step. With fp16 a bad step counts in the row only when the scale has come down to
-    1: until then GradScaler is still looking for a scale. Both stay on the device: a step with a
-    fused optimizer does not wait for it. Create it after `net.to(device)`.
+    the last good step. With fp16 a skip counts there only once the scale has fallen to 1: until
+    then GradScaler is still looking for a scale. Both counts stay on the device, so with a fused
+    optimizer the host does not wait. Create the guard after `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:

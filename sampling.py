@@ -32,8 +32,8 @@ class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
     All ranks have the same seed, so they compute the same permutation. Yields, for KeyedDataset,
-    (epoch, a list of indices for each micro-batch): the workers live for the whole run, so each
-    step tells its epoch.
+    (epoch, a list of indices for each micro-batch): the workers outlive an epoch, so each
+    request carries its epoch.
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 
@@ -150,10 +150,10 @@ class ShardSampler(Sampler):
 class KeyedDataset(Dataset):
     """Fetches what the samplers name: a batch, or a list of micro-batches.
 
-    Each is made by `collate` of a list of samples. The generators of torch, Python and numpy are
-    seeded per sample by (seed, epoch, index). A class of data sets with `whole_batches = True`
-    returns a ready batch from `__getitems__`. It must draw with keyed_uniform and sample_key, which
-    also work behind a wrapper like Subset.
+    Each is made by `collate` of a list of samples; by default it stacks tensors. The generators of
+    torch, Python and numpy are seeded per sample by (seed, epoch, index). Without `collate` a class
+    of data sets with `whole_batches = True` returns a ready batch from `__getitems__`. It must draw
+    with keyed_uniform and sample_key, which also work behind a wrapper like Subset.
 
     A sample that cannot be read ends the run; with `skip_corrupt` the next one takes the place of
     one that raises OSError.
@@ -168,12 +168,12 @@ class KeyedDataset(Dataset):
         dataset: Dataset,
         seed: int,
         skip_corrupt: bool = False,
-        collate: Callable[[list], Any] = default_collate,
+        collate: Callable[[list], Any] | None = None,
     ) -> None:
         self.dataset, self.seed, self.skip_corrupt = dataset, seed, skip_corrupt
         self.collate = collate
         # Ask the class: an instance may pass unknown names on to the data set that it wraps.
-        self.whole_batches = getattr(type(dataset), "whole_batches", False)
+        self.whole_batches = not collate and getattr(type(dataset), "whole_batches", False)
 
     def __getitems__(self, request: tuple[int, list]) -> Any:
         epoch, indices = request  # of a sampler
@@ -182,7 +182,7 @@ class KeyedDataset(Dataset):
         return self._batch(epoch, indices)
 
     def _batch(self, epoch: int, indices: list[int]) -> Any:
-        if self.whole_batches and max(indices) < len(self.dataset):  # no sample comes again
+        if self.whole_batches and max(indices) < len(self.dataset):  # no sample is repeated
             KeyedDataset.key = splitmix64(self.seed, epoch, 0)
             try:
                 return self.dataset.__getitems__(indices)
@@ -194,7 +194,8 @@ class KeyedDataset(Dataset):
         return self._one_by_one(epoch, indices)
 
     def _one_by_one(self, epoch: int, indices: list[int]) -> Any:
-        return self.collate([self._first_readable(epoch, number) for number in indices])
+        samples = [self._first_readable(epoch, number) for number in indices]
+        return self.collate(samples) if self.collate else stack(samples)
 
     def _first_readable(self, epoch: int, first: int) -> Any:
         for number in range(first, first + len(self.dataset)):
@@ -216,6 +217,15 @@ class KeyedDataset(Dataset):
         raise RuntimeError("no sample can be read")
 
 
+def stack(samples: list) -> Any:
+    """Make a batch of samples by torch's default_collate, which stacks tensors of one size."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError) as error:
+        advice = "a function collate(samples) -> (inputs, targets) in the task can join them"
+        raise RuntimeError(f"{error}; {advice}") from error
+
+
 def build_loader(
     dataset: Dataset,
     sampler: Sampler,
@@ -223,7 +233,7 @@ def build_loader(
     seed: int,
     workers: int | None = None,
     skip_corrupt: bool = False,
-    collate: Callable[[list], Any] = default_collate,
+    collate: Callable[[list], Any] | None = None,
 ) -> DataLoader:
     """Return a loader of the batches of one of the samplers above.
 

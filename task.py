@@ -1,6 +1,6 @@
 """The part you replace: data sets, model, loss and metrics of one problem. Here: digits.
 
-A task is any file with the first four functions (--task FILE.py); README has one of 11 lines, and
+A task is any file with the first four functions (--task FILE.py); README has one of 12 lines, and
 tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
@@ -16,8 +16,8 @@ per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, w
                                          A list of n values is not averaged: it is collected
                                          for dataset_metrics
 
-Loss and metrics are per sample: their sums are exact, however a batch is cut. A loss that compares
-the samples of a batch takes those of all ranks from common.gather_samples. A task may also have:
+Loss and metrics are numbers per sample: however a batch is cut, they add up to the same. A loss
+that compares samples takes those of all ranks from common.gather_samples. A task may also have:
 
 collate(samples)                         (inputs, targets): a batch of a list of samples, which may
                                          have different sizes. It may hold lists, padded tensors, or

@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
-        run.save("last.pt")  # the evaluation may crash. If a signal has come, the run ends here
+        run.save("last.pt")  # the evaluation may crash. If a signal was seen, the run ends here
         metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # net, or its average
         state.epoch, state.step = state.epoch + 1, 0
         run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import common
 from common import UsageError, freeze, load_weights, print0, read_tensors
@@ -84,15 +84,6 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def stack(samples: list) -> Any:
-    """Make a batch of samples by torch's default_collate, which stacks tensors of one size."""
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError) as error:
-        advice = "a function collate(samples) -> (inputs, targets) in the task can join them"
-        raise RuntimeError(f"{error}; {advice}") from error
-
-
 class Task:
     """The functions of a task, as the scripts call them; task.py says what each returns."""
 
@@ -106,8 +97,8 @@ class Task:
             raise UsageError(f"--task {self.path} {problem}")
         for name, function in self.functions.items():
             self.functions[name] = self._with_options(name, function)
-        self.collate = self.functions.get("collate", stack)
-        # None if the task has no such function.
+        # Both are None if the task has no such function.
+        self.collate = self.functions.get("collate")
         self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
 
     def _with_options(self, name: str, function: Callable) -> Callable:
@@ -338,10 +329,9 @@ def check_run(
     check_neighbours(task, net, device, val.dataset, [*range(min(n, size))])
     check_smallest_slice(task, net, device, train)
 
-    where = f"--task {args.task}"
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
         advice = "no checkpoint or average would have it; register it in __init__"
-        raise UsageError(f"{where}: the forward of the model makes the buffer {made}; {advice}")
+        raise UsageError(f"--task {args.task}: the forward makes the buffer {made}; {advice}")
     if args.best and args.best.removesuffix(":min") not in meter.names and not task.dataset_metrics:
         known = ", ".join(meter.names)
         raise UsageError(f"--best {args.best}: no such metric; use one of {known}")

@@ -346,6 +346,16 @@ def test_sample_that_raises_anything_is_named():
         keyed(NoKey(), make_args("single", "--skip-corrupt")).__getitems__((0, [1, 7]))
 
 
+def test_collate_is_called_for_data_that_make_whole_batches_too():
+    digits, _ = task.build_datasets(make_args())
+    whole = sampling.KeyedDataset(digits, seed=3)
+    one_by_one = sampling.KeyedDataset(digits, seed=3, collate=lambda samples: [*zip(*samples)])
+    _, labels = whole.__getitems__((1, [5, 8]))
+    images, own_labels = one_by_one.__getitems__((1, [5, 8]))
+    assert [*labels] == [*own_labels] and labels.unique().numel() == 2
+    assert type(images) is tuple and images[0].shape == (1, 8, 8), "the result of collate"
+
+
 KEEPS = f"""
 import sys
 sys.path[:0] = ["{ROOT}", "{ROOT}/tests"]

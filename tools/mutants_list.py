@@ -63,7 +63,7 @@ mutant("weights: the log divides by samples", "machinery/usertask", 'return (los
        "return losses", "test_first_step_is_that_of_a_plain_program[tokens]")
 mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total == 0, torch.inf, total)", "total", EMPTY)
 mutant("meter: weights ignored", "common", "totals.get(name + WEIGHT, count)", "count", METER)
-mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate", stack)', "stack", TOKENS)
+mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate")', "None", TOKENS)
 mutant("to_device: objects stay", "common", 'lambda value: hasattr(value, "to")', "torch.is_tensor", "test_what_has_to_is_moved")
 mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, val.dataset, [*range(min(n, size))])", "pass",
        f"{REFUSED}[ddp-2 --task TMP/loss-of-all.py --dtype float64]")

@@ -1,10 +1,10 @@
 """Samples in tar files: the records are listed once, and each is fetched by its number.
 
-Loader workers share the position in an open file. So `pread`, which has its own, reads the record.
+Loader workers would share the position in an open file. So each record is read from a file that is
+opened anew.
 """
 
 import io
-import os
 import tarfile
 
 import numpy as np
@@ -13,7 +13,7 @@ from vectors import *
 
 class Tar(torch.utils.data.Dataset):
     def __init__(self, path):
-        self.file = open(path, "rb")  # noqa: SIM115
+        self.path = path
         with tarfile.open(path) as tar:
             self.places = [(member.size, member.offset_data) for member in tar]
 
@@ -21,7 +21,10 @@ class Tar(torch.utils.data.Dataset):
         return len(self.places)
 
     def __getitem__(self, index):
-        record = np.load(io.BytesIO(os.pread(self.file.fileno(), *self.places[index])))
+        size, start = self.places[index]
+        with open(self.path, "rb") as file:
+            file.seek(start)
+            record = np.load(io.BytesIO(file.read(size)))
         return torch.from_numpy(record), int(record.sum() > 0)
 
 
