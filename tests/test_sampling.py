@@ -356,6 +356,16 @@ def test_collate_is_called_for_data_that_make_whole_batches_too():
     assert type(images) is tuple and images[0].shape == (1, 8, 8), "the result of collate"
 
 
+class NoisyWholeBatches(NoisyPerSample):
+    whole_batches = True
+
+
+def test_repeated_samples_of_whole_batches_draw_differently():
+    """They are fetched one by one, with one key, which a whole batch has."""
+    values, indices = sampling.KeyedDataset(NoisyWholeBatches(), seed=3).__getitems__((1, [35, 38]))
+    assert indices.tolist() == [5, 8] and not values[0].equal(values[1])
+
+
 KEEPS = f"""
 import sys
 sys.path[:0] = ["{ROOT}", "{ROOT}/tests"]

@@ -171,7 +171,7 @@ mutant("augmentation: no seed per sample", "sampling", "seed_generators(sample_k
 mutant("augmentation: per-sample seed without the epoch", "sampling", "splitmix64(KeyedDataset.key, index)", "splitmix64(0, index)",
        f"{AUGMENTED}[0-3-0-per sample]")
 mutant("augmentation: per-sample seed without the index", "sampling", "seed_generators(sample_key(index))", "seed_generators(sample_key(0))",
-       "test_pitfall_08_augmentation_differs_between_workers_and_epochs")
+       "test_repeated_samples_of_whole_batches_draw_differently")
 mutant("augmentation: the epoch is not told", "sampling", "KeyedDataset.key = splitmix64(self.seed, epoch, 0)", "self.key = splitmix64(self.seed, epoch, 0)",
        f"{AUGMENTED}[0-3-0-in memory]")
 mutant("augmentation: keys without the seed", "sampling", "KeyedDataset.key = splitmix64(self.seed, epoch, 0)", "KeyedDataset.key = splitmix64(0, epoch, 0)",
