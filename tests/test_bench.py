@@ -168,6 +168,7 @@ while True:
 """  # a program that knows nothing of the hook: it would train for ever
 
 
+@pytest.mark.full
 def test_steps_of_any_program_are_timed_from_its_command_and_it_is_ended(tmp_path, monkeypatch):
     script = tmp_path / "made.py"
     script.write_text(MADE)

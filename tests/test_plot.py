@@ -42,6 +42,7 @@ def test_axis_is_logarithmic_only_where_all_values_of_all_runs_are_positive(last
     assert (loss.get_yscale(), rate.get_yscale()) == (scale, "linear")
 
 
+@pytest.mark.full
 def test_the_command_writes_one_picture_and_refuses_what_is_none(tmp_path, capsys):
     folder = str(write_run(tmp_path / "run", 1.0))
     assert plot.main([folder, "--output", str(tmp_path / "picture.svg")]) == 0

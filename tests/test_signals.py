@@ -346,6 +346,7 @@ raise SystemExit(run_main(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0))
 """
 
 
+@pytest.mark.full
 def test_signal_before_training_ends_the_first_process_of_a_container():
     """By default the system ends PID 1 by no signal."""
     container = ["unshare", "--pid", "--fork", sys.executable, "-c"]
@@ -366,6 +367,7 @@ def slow_disk(rank):
     after_step(2, functools.partial(interrupt, TERM))
 
 
+@pytest.mark.full
 def test_ranks_wait_for_a_save_longer_than_for_each_other(tmp_path):
     result = train("ddp", 2, *BASE, "--timeout", "2", folder=tmp_path, patch=slow_disk)
     assert result.code == 143 and result.checkpoint()["step"] == 3, result.err
