@@ -32,8 +32,8 @@ class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
     All ranks have the same seed, so they compute the same permutation. Yields, for KeyedDataset,
-    (epoch, a list of indices for each micro-batch): the workers outlive an epoch, so each
-    request carries its epoch.
+    (epoch, a list of indices for each micro-batch): the workers outlive an epoch, so each request
+    carries its epoch.
     Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
     epoch has length // B steps at any world size.
 

@@ -51,8 +51,8 @@ class Run:
     the files, `end_step` counts, logs and saves, `end_epoch` logs and saves, `finish` closes.
 
     `config` is stored in the checkpoint. A resume must give the options in `fixed` the values that
-    they had. All ranks must give those in `same_on_all_ranks` the same values. After a
-    change of one of `data_options` an evaluation may use other data.
+    they had. All ranks must give those in `same_on_all_ranks` the same values. After a change of
+    one of `data_options` an evaluation may use other data.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Run:
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
-        # First of all: to read the device would wait for ever, if another rank is gone.
+        # Before the log reads the device: that would wait for ever, if another rank is gone.
         self.stopping = self.stop.agreed()
         ends = state.step == self.sampler.steps_per_epoch
         if logs:
