@@ -51,7 +51,7 @@ def ranks_from_env() -> tuple[int, int, int]:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"no launcher ({error} is not set). Start it with torchrun, as "
+            f"no launcher has set RANK, LOCAL_RANK, WORLD_SIZE to numbers. Start it with "
             f"torchrun --standalone --nproc-per-node 2 {Path(sys.argv[0]).name} [options]"
         ) from error
     return rank, local_rank, world_size
@@ -77,11 +77,10 @@ def set_up_device(
     bits in every run.
     """
     device_type = resolve_device_type(name)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.use_deterministic_algorithms(deterministic)
     cudnn.benchmark = not deterministic
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
         # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
         with contextlib.suppress(RuntimeError):
             cudnn.allow_tf32 = False
@@ -158,8 +157,8 @@ def gather_samples(tensor: Tensor) -> tuple[Tensor, int]:
     For a loss that compares samples: `tensor`, [n, ...], is about this rank's slice of a
     micro-batch; n may differ between ranks. Gradients go back to the rank that owns a sample. With
     accumulation a sample is compared with those of its micro-batch alone. Without a process group,
-    and without gradients, as in evaluation, the result is (tensor, 0): for keys that were made
-    under `torch.no_grad` call it outside of that block.
+    or without gradients, as in evaluation, the result is (tensor, 0): so call it outside of
+    `torch.no_grad`, also for keys that were made within such a block.
     """
     gather_samples.used = True  # for the check before a run
     if not dist.is_initialized() or not torch.is_grad_enabled():
@@ -195,9 +194,9 @@ class Gather(torch.autograd.Function):
 def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
-    The parameters of train_fsdp.py are not checked: each rank has other shards. Call it on every
-    rank. DDP itself broadcasts buffers in the next forward of its wrapper, too
-    late for an evaluation. Raises RuntimeError if a checksum of a parameter differs between ranks.
+    Call it on every rank. DDP itself broadcasts buffers in the next forward of its wrapper, too
+    late for an evaluation. Raises RuntimeError if a checksum of a parameter differs between ranks;
+    sharded parameters, as in train_fsdp.py, are not checked.
     """
     if not dist.is_initialized():
         return
@@ -578,9 +577,9 @@ class StepGuard:
         gradients = [p.grad for p in parameters if p.grad is not None]
         # As GradScaler does it: one kernel, which also divides, here by 1. Sharded gradients are
         # looked at on all ranks.
-        self.bad = torch.zeros_like(self.one)
+        self.bad = torch.zeros_like(self.one)  # will be 1 if the step is to be skipped
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
-        self.counted = self.bad
+        self.counted = self.bad  # 1 if in_a_row counts that
         if self.grad_scaler.is_enabled():  # it lowers the scale after such a step
             self.counted = self.bad * (self.scale(self.one) <= 1)
         if isinstance(total, Tensor):
@@ -603,12 +602,12 @@ class StepGuard:
         """Count the step; if it was skipped, put back the statistics from before it."""
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
-        skipped, statistics = self.bad > 0, zip(self.statistics(), self.now, self.kept)
-        # `kept` has the statistics after the last good step; `parts` are views of `now`.
-        for buffers, (now, parts), (kept, kept_parts) in statistics:
+        skip = self.bad > 0
+        # `kept` has the statistics after the last good step; `parts` and `old` are views.
+        for buffers, (now, parts), (kept, old) in zip(self.statistics(), self.now, self.kept):
             torch._foreach_copy_(parts, buffers)
-            torch.where(skipped, kept, now, out=kept)
-            torch._foreach_copy_(buffers, kept_parts)
+            torch.where(skip, kept, now, out=kept)
+            torch._foreach_copy_(buffers, old)
         self.grad_scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -683,8 +682,8 @@ class WeightAverage(nn.Module):
                 if any(isinstance(held, (nn.Module, Tensor)) for held in cells):
                     problem = f"a hook of {type(module).__name__} is a closure over a module"
                     raise UsageError(f"--average: {problem}; its copy would share it: use a method")
-        self.module, self.decay = copy.deepcopy(net) if enabled else nn.Module(), decay
-        self.n_averaged, self.enabled = 0, enabled  # steps so far
+        self.module = copy.deepcopy(net) if enabled else nn.Module()
+        self.decay, self.enabled, self.n_averaged = decay, enabled, 0  # steps so far
         ids = {id(p) for p in self.module.parameters() if p.is_floating_point()}
         for norm in batch_norms(self.module):
             ids |= {id(norm.running_mean), id(norm.running_var)}
@@ -699,7 +698,7 @@ class WeightAverage(nn.Module):
         if not self.enabled:
             return
         n = self.n_averaged
-        # Of the new values: more at first, so that the average forgets where it began.
+        # The weight of the new values: larger at first, so that the start is forgotten.
         share = 1 - min(self.decay, (1 + n) / (10 + n)) if n else 1.0
         averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
         groups: dict[Any, list] = {}
@@ -802,9 +801,8 @@ class Meter:
             if dist.is_initialized():
                 ranks *= dist.get_world_size()
                 dist.gather_object(self.lists, ranks if get_rank() == 0 else None)
-            found = None
-            if get_rank() == 0:
-                found = function({name: in_order(ranks, name) for name in self.lists})
+            first = get_rank() == 0
+            found = function({n: in_order(ranks, n) for n in self.lists}) if first else None
             found = broadcast_object(found)
             if both := ", ".join(found.keys() & means.keys()):
                 raise ValueError(f"dataset_metrics and per_sample_metrics both return {both}")
@@ -846,8 +844,7 @@ class Meter:
             sums = self.sums[[self.names.index(name) for name in names]]
         else:
             sums = torch.zeros(len(names), device=self.device, dtype=self.dtype)
-        count = torch.full((1,), self.count, device=self.device, dtype=self.dtype)
-        return [*names, "count"], torch.cat([sums, count])
+        return [*names, "count"], torch.cat([sums, sums.new_full((1,), self.count)])
 
 
 def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
@@ -898,8 +895,7 @@ class State:
         self._restore_optimizer(checkpoint["optimizer"])
         self.scheduler.load_state_dict(checkpoint["scheduler"])
         self.scaler.load_state_dict(checkpoint["scaler"])
-        average = cut_like(checkpoint["average"], self.average.state_dict())
-        self.average.load_state_dict(average)
+        self.average.load_state_dict(cut_like(checkpoint["average"], self.average.state_dict()))
         for name in ("epoch", "step", "global_step", "best"):
             setattr(self, name, checkpoint[name])
         # Compute the rates anew, so that more --epochs take effect at once.
@@ -912,8 +908,7 @@ class State:
         for group, now in zip(state["param_groups"], self.optimizer.param_groups):
             for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
                 group[name] = now[name]
-        groups = self.optimizer.param_groups
-        parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        parameters = dict(enumerate(p for g in self.optimizer.param_groups for p in g["params"]))
         saved = dict(state["state"])  # some optimizers add keys that are no number
         numbers = parameters.keys() & saved.keys()
         for i in numbers:

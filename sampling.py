@@ -31,11 +31,10 @@ from common import UsageError, get_rank, get_world_size, own_cores
 class GlobalBatchSampler(Sampler):
     """One permutation per epoch, cut into global batches; this rank takes its slice of each.
 
-    All ranks have the same seed, so they compute the same permutation. Yields, for KeyedDataset,
-    (epoch, a list of indices for each micro-batch): the workers outlive an epoch, so each request
-    carries its epoch.
-    Step k trains on order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an
-    epoch has length // B steps at any world size.
+    All ranks have the same seed, so they compute the same permutation. Step k trains on
+    order[k * B : (k + 1) * B] in every mode. The ragged tail is dropped, so an epoch has
+    length // B steps at any world size. Yields (epoch, a list of indices for each micro-batch) to
+    KeyedDataset, whose workers outlive an epoch: so each request carries its epoch.
 
     With accumulation each micro-batch is cut among the ranks: together they hold the samples that
     a single device has in it. `balanced` draws an epoch with replacement instead, each class of
@@ -96,10 +95,10 @@ def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) 
     by_class, sizes = classes.argsort(kind="stable"), np.bincount(classes)
     drawn = generator.randint(len(sizes), size=length)
     member = (generator.random_sample(length) * sizes[drawn]).astype(np.int64)
-    order = by_class[(sizes.cumsum() - sizes)[drawn] + member]
+    order = by_class[(sizes.cumsum() - sizes)[drawn] + member]  # first of the class + member
     sorting = order.argsort(kind="stable")
     in_order = order[sorting]
-    times = np.empty_like(order)  # how often the sample came before: its place minus the first one
+    times = np.empty_like(order)  # how often it came before: its place among its copies, from 0
     times[sorting] = np.arange(length) - np.searchsorted(in_order, in_order)
     return order + length * times
 
@@ -132,9 +131,9 @@ class ShardSampler(Sampler):
         if length == 0:
             raise UsageError("the evaluation set is empty")
         self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
-        self.steps = range(0, length, self.batch_size)[rank::world_size]
-        most = len(range(0, length, self.batch_size)[::world_size])
-        self.missing = most - len(self.steps)  # 1 if this rank has a batch less than rank 0, else 0
+        self.steps = range(0, length, self.batch_size)[rank::world_size]  # where each begins
+        of_rank_0 = len(range(0, length, self.batch_size)[::world_size])
+        self.missing = of_rank_0 - len(self.steps)  # 1 if this rank has a batch less, else 0
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -200,14 +199,13 @@ class KeyedDataset(Dataset):
     def _first_readable(self, epoch: int, first: int) -> Any:
         for number in range(first, first + len(self.dataset)):
             times, index = divmod(number, len(self.dataset))
-            draw = times if self.whole_batches else number  # a whole batch has one key
+            draw = times if self.whole_batches else number  # as in _batch: the key has 0 there
             KeyedDataset.key = splitmix64(self.seed, epoch, draw)
             seed_generators(sample_key(index))
             try:
                 return self.dataset[index]
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                problem = f"sample {index} cannot be read: {reason}"
+                problem = f"sample {index} cannot be read: {type(error).__name__}: {error}"
                 if not isinstance(error, OSError):
                     raise RuntimeError(problem) from error
                 if not self.skip_corrupt:
@@ -222,7 +220,7 @@ def stack(samples: list) -> Any:
     try:
         return default_collate(samples)
     except (RuntimeError, TypeError) as error:
-        advice = "a function collate(samples) -> (inputs, targets) in the task can join them"
+        advice = "a function collate(samples) -> (inputs, targets) of your own can join them"
         raise RuntimeError(f"{error}; {advice}") from error
 
 
@@ -261,8 +259,8 @@ def start_workers(loader: DataLoader) -> None:
     steps, sampler.steps = sampler.steps, ()  # the iterator starts the workers, and fetches nothing
     processes = iter(loader)._workers  # private in torch, tested with 2.8 to 2.14
     sampler.steps = steps
-    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. A notebook's
-    # next run must not keep those of the last one, nor their pipes.
+    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. Weak
+    # references, as a notebook's next run must not keep these workers, nor their pipes.
     known = [weakref.ref(process) for process in processes]
     multiprocessing.util.Finalize(None, _kill, (known,), exitpriority=100)
 
@@ -330,9 +328,9 @@ def seed_generators(bits: int) -> None:
 
 
 def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
-    """Seed all generators for one forward.
+    """Seed all generators for one forward: dropout masks differ between steps and ranks.
 
-    Dropout masks then differ between steps and ranks, and repeat after a resume.
+    They repeat after a resume. The steps -1, -2, -3 are evaluation, dataset_metrics, check_run.
     """
     bits = splitmix64(seed, step, micro_batch) % 2**63 + rank  # each rank has its own stream
     seed_generators(bits)  # torch.manual_seed would also record a stack trace in every step

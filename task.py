@@ -1,7 +1,7 @@
 """The part you replace: data sets, model, loss and metrics of one problem. Here: digits.
 
-A task is any file with the first four functions (--task FILE.py); README has one of 12 lines, and
-tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
+A task is any file (--task FILE.py) with the first four functions below. README has a task of 12
+lines, tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
                                          number, or a nested tuple, list or dict of them; anything
@@ -89,7 +89,7 @@ class Digits(Dataset):
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Return a batch: images [n, 1, 8, 8] and labels [n]."""
         draws = torch.from_numpy(keyed_uniform(indices, 2))  # [n, 2] in [0, 1), by sample and epoch
-        top, left = (draws * (2 * self.shift + 1)).long().T
+        top, left = (draws * (2 * self.shift + 1)).long().T  # each [n], 0 to 2 * shift
         pixels = torch.arange(8)
         rows = (top[:, None] + pixels)[:, :, None]  # [n, 8, 1]
         columns = (left[:, None] + pixels)[:, None, :]  # [n, 1, 8]
@@ -125,7 +125,7 @@ def build_model(args: Namespace) -> nn.Module:
 def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy of each sample: logits [n, 10], labels int64 [n] -> [n].
 
-    All classes share 0.1 of the probability, in evaluation too: a few digits more are read right.
+    Label smoothing, in evaluation too: with it a few more digits are read right.
     """
     return F.cross_entropy(outputs, targets, reduction="none", label_smoothing=0.1)
 

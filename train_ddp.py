@@ -28,7 +28,7 @@ def train_one_epoch(
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
             model.require_backward_grad_sync = i == args.accum_steps - 1  # all-reduce once per step
-            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
+            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # dropout differs per rank
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
                 losses = task.per_sample_loss(outputs, targets)
@@ -36,7 +36,7 @@ def train_one_epoch(
             loss = losses.sum() * (dist.get_world_size() / total)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, finds NaN and Inf
+        state.scaler.unscale_(state.optimizer, total)  # finds NaN, Inf, a batch without weight
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
@@ -88,14 +88,14 @@ def main(argv: list[str] | None = None) -> int:
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # replaces BatchNorm layers
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # what the loop calls; the names of a checkpoint are those of net
+    model = net  # the loop calls it; a checkpoint has the names of net, without a wrapper
     model = nn.parallel.DistributedDataParallel(
         model, find_unused_parameters=args.find_unused_parameters, gradient_as_bucket_view=True
     )  # averages the gradients of all ranks during the backward

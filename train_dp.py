@@ -31,7 +31,7 @@ def train_one_epoch(
             loss = values["loss"].sum() / total
             state.scaler.scale(loss).backward()
             run.meter.add(**values | {"loss": task.weigh(values["loss"], targets)})
-        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, finds NaN and Inf
+        state.scaler.unscale_(state.optimizer, total)  # finds NaN, Inf, a batch without weight
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()

@@ -28,7 +28,7 @@ def train_one_epoch(
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
             model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter per step
-            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # its own dropout masks
+            seed_rng(args.seed, state.global_step, i, dist.get_rank())  # dropout differs per rank
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
                 losses = task.per_sample_loss(outputs, targets)
@@ -36,7 +36,7 @@ def train_one_epoch(
             loss = losses.sum() * (dist.get_world_size() / total)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, finds NaN and Inf
+        state.scaler.unscale_(state.optimizer, total)  # finds NaN, Inf, a batch without weight
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # statistics of all ranks
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # replaces BatchNorm layers
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     for network in [net, average.module] if average.enabled else [net]:
         shard(network, task.shard_modules(network), mesh)  # the optimizer must hold the shards
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # what the loop calls; the names of a checkpoint are those of net
+    model = net  # the loop calls it; a checkpoint has the names of net, without a wrapper
     if args.compile:
         model.compile()
 

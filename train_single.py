@@ -31,7 +31,7 @@ def train_one_epoch(
             loss = losses.sum() / total
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # divides by the scale, finds NaN and Inf
+        state.scaler.unscale_(state.optimizer, total)  # finds NaN, Inf, a batch without weight
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # what the loop calls; the names of a checkpoint are those of net
+    model = net  # the loop calls it; a checkpoint has the names of net, without a wrapper
     if args.compile:
         model.compile()
 

@@ -103,7 +103,7 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
         number = -ended[killed[0]]
         name = next((s.name for s in signal.Signals if s == number), f"signal {number}")
         if number in received:
-            return 128 + number, f"stopped by {name} with nothing to save"
+            return 128 + number, f"stopped by {name} with nothing new to save"
         cause = f"process {killed[0]} was killed by {name}"
         if number == signal.SIGABRT and None in ended:  # by NCCL, after --timeout
             cause += f", maybe as it waited for process {ended.index(None)}, which hung"
@@ -169,12 +169,8 @@ def start(script: str, argv: list[str], devices: int) -> list:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     processes = []
     for local_rank in range(devices):
-        ranks = {
-            "RANK": local_rank,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": devices,
-            "LOCAL_WORLD_SIZE": devices,
-        }
+        ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank}
+        ranks |= {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices}
         environment = os.environ | {name: str(value) for name, value in ranks.items()}
         command = [sys.executable, str(ROOT / script), *argv]
         # In a session of its own: Ctrl-C reaches this process alone, which hands it on.

@@ -31,11 +31,11 @@ import torch.distributed as dist
 from common import UsageError
 from sampling import end_with_parent
 
-# They stop a run at the next step; after saving it ends with this exit code. Of two, the later one
-# in this list wins.
+# Signals that stop a run at its next step, and its exit code then, after saving. Of two signals
+# the later one in this list wins.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 PRIORITY = [*SIGNALS]
-# A rank raises this when another is gone. A lost connection of the task itself has other words.
+# In the error of a rank that lost another one. A connection of the task itself has other words.
 LOST_CONNECTION = re.compile(
     r"(gloo|NCCL|SocketImpl|Store).*"
     r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
@@ -43,7 +43,7 @@ LOST_CONNECTION = re.compile(
 )
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
-REPEATED = 10  # seconds that the other ranks wait before they print the first rank's error too
+SILENCE = 10  # seconds in which only the first rank prints an error that all ranks may have
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
 at_end = contextlib.ExitStack()  # leaves_no_trace closes it
 
@@ -127,8 +127,8 @@ def in_main_thread() -> bool:
 
 def handle_signals(handler: Callable[[int, Any], None]) -> None:
     """Let `handler` answer the signals that stop a run."""
-    for number in SIGNALS if in_main_thread() else ():  # Python lets no other thread decide it
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup asks
+    for number in SIGNALS if in_main_thread() else ():  # no other thread may set a handler
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has set SIG_IGN
             signal.signal(number, handler)
 
 
@@ -206,7 +206,7 @@ def init_method() -> str:
 
 
 def timeout(seconds: float) -> timedelta:
-    """Return how long a rank waits for the others before it gives up."""
+    """Return how long a rank waits for the others; NCCL is told to end soon after that."""
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")  # else a minute more
     return timedelta(seconds=seconds)
 
@@ -270,8 +270,7 @@ def use_interface_to(host: str) -> None:
         family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
-        name = interface_with(own)
+            name = interface_with(probe.getsockname()[0])
         if name and name != "lo":
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
@@ -308,7 +307,7 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     global _is_program
     _is_program = True
     atexit.register(ignore_signals)
-    # The number of a closed one would be that of the next file: of a checkpoint.
+    # If stdin is closed, the next open file gets its number, 0: maybe a checkpoint.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
@@ -319,13 +318,12 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
     try:
-        code = main()
+        code, reason = main(), ""
         if code is None:  # torch's @record returns it after a task's sys.exit(0)
             raise RuntimeError("the run was left before its end, without an error")
-        reason = ""
     except UsageError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(REPEATED)  # the first rank here says the same, and its launcher ends this
+            time.sleep(SILENCE)  # the first rank here says the same, and its launcher ends this
         tell(f"error: {error}")
         if dist.is_initialized():
             leave(2)  # without a barrier: the other ranks do not know of the error

@@ -80,7 +80,7 @@ class Run:
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
         self.state, self.device, self.epochs = state, device, epochs
         self.directory = Path(output_dir).absolute()
-        self.resume_from, self.eval_only, self.best = resume, eval_only, best
+        self.resume_from, self.eval_only, self.best_option = resume, eval_only, best
         self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
         self.tensorboard, self.config, self.fixed = tensorboard, config or {}, [*fixed]
         self.log = Log(state, self.sampler, device, epochs, replicas)
@@ -237,7 +237,7 @@ class Run:
         """
         state = self.state
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
-        best = self.best or known[0]
+        best = self.best_option or known[0]
         name, lowest = best.removesuffix(":min"), best == "loss" or best.endswith(":min")
         if name not in known:
             raise error_on_all(f"--best {best}: no such metric; use one of {', '.join(known)}")
@@ -312,10 +312,10 @@ def identity(train: KeyedDataset, val: KeyedDataset) -> dict[str, Any]:
     Files or classes that are listed in another order are other data.
     """
     classes = getattr(train.dataset, "classes", getattr(val.dataset, "classes", None))
-    names = isinstance(classes, (list, tuple))  # as torchvision's data sets have them
-    found: dict[str, Any] = {"classes": [str(name) for name in classes] if names else None}
+    listed = isinstance(classes, (list, tuple))  # as torchvision's data sets have them
+    found: dict[str, Any] = {"classes": [str(name) for name in classes] if listed else None}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a mean of many pixels is rounded otherwise by more
+    torch.set_num_threads(1)  # more threads would round a mean of many pixels otherwise
     for name, keyed in (("training", train), ("evaluation", val)):
         n = len(keyed.dataset)
         unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)
@@ -367,7 +367,7 @@ class Log:
         self.epochs, self.devices = epochs, common.get_world_size() * replicas
         self.meter = common.Meter(device)
         self.bar: tqdm | None = None
-        # On a terminal alone, to which the training lines would go.
+        # On a terminal alone; there the bar shows the training lines.
         self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         # For the next training line: when it began, and the seconds that the loop waited for data.
@@ -501,9 +501,9 @@ class RunFiles:
 
     def __init__(self, directory: Path, eval_only: bool, path: Path | None) -> None:
         self.directory, self.eval_only = directory, eval_only
-        self.path = path  # of the checkpoint of --resume
-        self.best: Path | None = None  # the file of the best epoch before it
-        self.read_back = False  # whether a save of this run could be loaded
+        self.resume_path = path
+        self.best_path: Path | None = None  # the file of the best epoch before it
+        self.was_read_back = False  # whether a save of this run could be loaded
         self.tensorboard = None
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
@@ -523,14 +523,14 @@ class RunFiles:
             print(f"warning: {problem}; let no other run write there", file=sys.stderr)
 
     def find_best(self, best: tuple[float, int]) -> bool:
-        """Find the file of this score and epoch. best.pt may be of an epoch after --resume."""
-        own, beside = self.directory / "best.pt", self.path.with_name("best.pt")
-        kept = self.path.with_name(f"epoch-{best[1]:04}.pt")
-        for path in (own, beside, self.path, kept):
+        """Set `best_path` to a file of this score and epoch; return whether there is one."""
+        own, beside = self.directory / "best.pt", self.resume_path.with_name("best.pt")
+        kept = self.resume_path.with_name(f"epoch-{best[1]:04}.pt")
+        for path in (own, beside, self.resume_path, kept):  # best.pt may be of a later epoch
             with contextlib.suppress(UsageError):  # no such file, or damaged
                 found = load_checkpoint(path)  # written right after its epoch, which was the best?
                 if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):
-                    self.best = path
+                    self.best_path = path
                     return True
         return False
 
@@ -540,8 +540,8 @@ class RunFiles:
         last.pt becomes that checkpoint, best.pt the best epoch before it; later log lines go.
         """
         if not self.eval_only:
-            first = {"best.pt": self.best, "last.pt": self.path}
-            for name, path in first.items():  # last.pt may also be damaged
+            first = {"best.pt": self.best_path, "last.pt": self.resume_path}
+            for name, path in first.items():  # the old last.pt is not read: it may be damaged
                 if path and path.resolve() != (self.directory / name).resolve():
                     save_checkpoint(load_checkpoint(path), self.directory / name)
             self.log.truncate(self._bytes_before(checkpoint))
@@ -571,8 +571,7 @@ class RunFiles:
     def write_line(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; NaN and Inf become null."""
         bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
-        plain = line | dict.fromkeys(bad)
-        self.log.write(f"{json.dumps(plain)}\n".encode())
+        self.log.write(f"{json.dumps(line | dict.fromkeys(bad))}\n".encode())
         self.log.flush()
         position = {"event", "epoch", "step", "global_step", "count"}
         for name in line.keys() - position if self.tensorboard else ():
@@ -583,18 +582,16 @@ class RunFiles:
     ) -> str:
         """Write the checkpoint under these names. Raises OSError if it cannot be written.
 
-        If one of the parameters is not finite, the last good files stay; return which ones.
+        If parameters are not finite, write nothing and return a text that names them, else "".
         """
-        bad = []
-        for part in ("model", "average"):  # the average is {} if there is none
-            values = checkpoint[part]
-            bad += [name for name in parameters if name in values and has_non_finite(values[name])]
+        parts = checkpoint["model"], checkpoint["average"]  # the average is {} if there is none
+        bad = [n for part in parts for n in parameters if n in part and has_non_finite(part[n])]
         if bad:
             return f"non-finite values in {', '.join(bad[:5])}"
-        if not self.read_back:
+        if not self.was_read_back:
             with blame("the model or the optimizer holds what no checkpoint can give back"):
                 read_back(checkpoint)
-            self.read_back = True
+            self.was_read_back = True
         os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
         return ""

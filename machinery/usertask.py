@@ -57,8 +57,7 @@ def blame(where: str, path: str | None = None) -> Iterator[str]:
     except (Exception, SystemExit) as error:  # a script without a main guard may call sys.exit
         if LOST_CONNECTION.search(f"{type(error).__name__}: {error}"):
             raise  # in the check of fsdp: the rank that left has the cause
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [(frame.filename, frame.lineno) for frame in frames]
+        places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError):
             places.append((error.filename, error.lineno))
         same = os.path.realpath(path or "")
@@ -95,8 +94,7 @@ class Task:
         if missing := [name for name in NEEDED if name not in self.functions]:
             problem = f"must define {', '.join(NEEDED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
-        for name, function in self.functions.items():
-            self.functions[name] = self._with_options(name, function)
+        self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
         # Both are None if the task has no such function.
         self.collate = self.functions.get("collate")
         self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
@@ -107,8 +105,7 @@ class Task:
         found = inspect.signature(function).parameters.values()
         asked = [p for p in found if p.kind is p.KEYWORD_ONLY and p.name not in bound]
         known = {p.name: getattr(self.args, p.name) for p in asked if hasattr(self.args, p.name)}
-        unknown = [p.name for p in asked if p.name not in known and p.default is p.empty]
-        if unknown:
+        if unknown := [p.name for p in asked if p.name not in known and p.default is p.empty]:
             problem = f"{name} asks for {', '.join(unknown)}, which is no option"
             raise UsageError(f"--task {self.path}: {problem}")
         return functools.partial(function, **known)
@@ -132,7 +129,7 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        left = open_files() - (before - left_open[self.path])
+        left = open_files() - (before - left_open[self.path])  # opened here, or by the file's top
         if left and self.args.workers != 0:
             self._warn_of_fork(", ".join(sorted({path for _, path in left})))
         return train_set, val_set
@@ -233,24 +230,23 @@ class Task:
         found = self.functions["train_metrics"](outputs, targets) or {}
         return {name: value for name, value in found.items() if not isinstance(value, list)}
 
-    def _set_metrics(self, outputs: dict[str, list]) -> dict[str, float]:
+    def _set_metrics(self, lists: dict[str, list]) -> dict[str, float]:
         """Return metrics of the whole set, seeded: they draw the same numbers in every mode."""
         seed_rng(self.args.seed, -2, 0)  # no training step and no batch has this number
         with self.blame("dataset_metrics") as where:
-            found = self.functions["dataset_metrics"](outputs)
-            found = {str(name): float(value) for name, value in found.items()}
+            found = {str(n): float(v) for n, v in self.functions["dataset_metrics"](lists).items()}
             if taken := ", ".join(sorted(RESERVED & found.keys())):
                 raise UsageError(f"{where}: the log itself uses the name {taken}")
             return found
 
 
 def open_files() -> set[tuple[str, str]]:
-    """Return (descriptor, path) of the files that this process has open, but those in its memory.
+    """Return (descriptor, path) of the open files of this process, without memory-mapped ones.
 
-    A run before this one in the same process may still have the same file open.
+    With the descriptor, as an earlier run in this process may still have the same file open.
     """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    mapped = Path("/proc/self/maps").read_text()  # as np.memmap, which has no position
+    mapped = Path("/proc/self/maps").read_text()  # as np.memmap: it has no position
     found = {(link, os.path.realpath(link)) for link in links if os.path.isfile(link)}
     return {(link, path) for link, path in found if f" {path}\n" not in mapped}
 
@@ -258,7 +254,7 @@ def open_files() -> set[tuple[str, str]]:
 def check_tensors(net: nn.Module, where: str, mode: str) -> None:
     """Raise UsageError if the model has a tensor that a run cannot train, cut or load."""
     for name, module in net.named_modules():
-        if getattr(module, "sparse", False) is True:  # DDP would give its neighbours wrong ones
+        if getattr(module, "sparse", False) is True:  # DDP would spoil other gradients
             problem = f"{name} has sparse gradients, which ranks cannot average"
             raise UsageError(f"{where}: {problem}; leave out sparse=True")
         if mode != "single" and getattr(module, "max_norm", None):  # of nn.Embedding
@@ -281,9 +277,9 @@ LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they
 def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
-    From the top down, a module is taken if it has at most an eighth of all parameters, or no list
-    of blocks that could be cut (Sequential, ModuleList, ...). Left out are shared weights, and
-    modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
+    From the top down, a module with a list of blocks (Sequential, ModuleList, ...) and more than an
+    eighth of all parameters is replaced by its children. Left out are shared weights, and modules
+    of vectors alone: torch warns that a norm returns a view, which must not be changed.
     """
     eighth = sum(parameter.numel() for parameter in net.parameters()) / 8
     uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
@@ -323,15 +319,15 @@ def check_run(
     meter = common.Meter(device)  # raises if the metrics' names differ
     check_samples(task, net, device, train.dataset, micro_batch, meter, "training")
     n, size = val.batch_sampler.length, val.batch_sampler.batch_size
-    last = [*range(0, n, size)][-1]  # the last batch may be smaller
-    for batch in [*range(min(n, size))], [*range(last, n)]:
+    first, last = [*range(size)], [*range(range(0, n, size)[-1], n)]  # the last may be smaller
+    for batch in first, last:
         check_samples(task, net, device, val.dataset, batch, meter, "evaluation")
-    check_neighbours(task, net, device, val.dataset, [*range(min(n, size))])
+    check_neighbours(task, net, device, val.dataset, first)
     check_smallest_slice(task, net, device, train)
 
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
         advice = "no checkpoint or average would have it; register it in __init__"
-        raise UsageError(f"--task {args.task}: the forward makes the buffer {made}; {advice}")
+        raise UsageError(f"--task {args.task}: the forward of the model makes {made}; {advice}")
     if args.best and args.best.removesuffix(":min") not in meter.names and not task.dataset_metrics:
         known = ", ".join(meter.names)
         raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
@@ -417,7 +413,7 @@ def check_neighbours(
         return {n: v.double().cpu() for n, v in found.items() if isinstance(v, Tensor)}
 
     in_batch, other_seed = values_of(indices, 0), values_of(indices, 1)
-    try:  # always: each forward of fsdp needs all ranks
+    try:  # before any return: each forward of fsdp needs all ranks
         # The last too: an LSTM that takes the batch for time changes it. And those of the lowest
         # and the highest loss: some losses leave out one part of a batch.
         losses = in_batch["loss"]
@@ -426,8 +422,8 @@ def check_neighbours(
     except Exception:  # a batch of one may never come
         return
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
-    eps = torch.finfo(getattr(torch, args.dtype)).eps
-    eps = eps if precise else {"bf16": 2**-8}.get(args.amp, 2**-11)  # of fp16, and of TF32
+    rough = 2**-8 if args.amp == "bf16" else 2**-11  # of fp16, and of TF32
+    eps = torch.finfo(getattr(torch, args.dtype)).eps if precise else rough
     draws = {name for name, values in in_batch.items() if not values.equal(other_seed[name])}
     if common.gather_samples.used or "loss" in draws:  # on purpose, or the model draws
         return

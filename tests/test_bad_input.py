@@ -180,7 +180,7 @@ single 1 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ran
 ddp 2 | --task TMP/short.py | build_model: DDP cannot send seen, torch.int16; keep it as int32
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
-single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) in the task can join them
+single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) of your own can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 0 is
 ddp 2 | --task TMP/loss-of-half.py --dtype float64 | alone; sum over each sample and divide by loss_weights
 ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; sum over each sample and divide by loss_weights, keep padding out of the model, or use gather_samples
@@ -284,7 +284,7 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
         ),
         (
             [sys.executable, "train_ddp.py"],
-            "no launcher ('RANK' is not set). Start it with torchrun",
+            "no launcher has set RANK, LOCAL_RANK, WORLD_SIZE to numbers. Start it with torchrun",
         ),
         pytest.param(
             [sys.executable, "train_spawn.py", "--batch-size", "5000", "--device", "cpu"],

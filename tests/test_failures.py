@@ -161,8 +161,8 @@ ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all n
         ([FAILED, FAILED, None], 1, [], (1, "")),  # who failed has told why
         ([FAILED, -9, None], 1, [], (1, "process 1 was killed by SIGKILL")),
         ([143, -9, 143], 1, [TERM], (143, "")),
-        ([-15, -15], 1, [TERM], (143, "stopped by SIGTERM with nothing to save")),
-        ([-2, FAILED], 1, [INT], (130, "stopped by SIGINT with nothing to save")),
+        ([-15, -15], 1, [TERM], (143, "stopped by SIGTERM with nothing new to save")),
+        ([-2, FAILED], 1, [INT], (130, "stopped by SIGINT with nothing new to save")),
         ([FAILED, -15], 1, [], (1, "process 1 was killed by SIGTERM")),
         ([FAILED, 7], 1, [], (1, "process 1 left before the end, with exit code 7")),
         ([FAILED, 0], 1, [], (1, "process 1 left before the end, with exit code 0")),

@@ -92,7 +92,7 @@ def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, tmp_path
         )
         os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
         assert launch.end() == 130, launch.errors()
-        assert launch.errors().rstrip().endswith("stopped by SIGINT with nothing to save")
+        assert launch.errors().rstrip().endswith("stopped by SIGINT with nothing new to save")
         assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
 
 

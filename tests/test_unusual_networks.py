@@ -82,9 +82,9 @@ def test_shards_of_parts_that_are_read_without_a_call(tmp_path):
         (
             "single",
             "kept",
-            "the forward makes the buffer between.table; no checkpoint",
+            "the forward of the model makes between.table; no checkpoint",
         ),
-        ("single", "cached --average ema", "makes the buffer between.table; no checkpoint"),
+        ("single", "cached --average ema", "the model makes between.table; no checkpoint"),
         (
             "single",
             "expanded --dtype float32",

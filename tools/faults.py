@@ -563,6 +563,8 @@ def main(argv: list[str] | None = None) -> int:
     # Clean up then too; in the background SIGINT would be ignored, by all that is launched too.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup: the runs would inherit that
+        signal.signal(signal.SIGHUP, lambda number, frame: None)  # and they have the default
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     campaign = Campaign(args.seed, folder)
