@@ -22,22 +22,22 @@ def given() -> tuple[argparse.Namespace, Dataset, nn.Module]:
     The options have the names of the project's own. A set in memory gives a batch that is ready,
     by `__getitems__`, so a DataLoader needs `collate`, which leaves that as it is.
     """
-    parser = argparse.ArgumentParser()
-    for name in ("--dataset", "--data-dir", "--model", "--task", "--device"):
-        parser.add_argument(name)
-    for name in ("--batch-size", "--image-size", "--workers", "--epochs"):
-        parser.add_argument(name, type=int)
-    parser.add_argument("--label-smoothing", type=float, default=0.0)
-    parser.set_defaults(dataset="imagefolder", model="resnet9", task="task.py", device="auto")
-    parser.set_defaults(batch_size=64, workers=0, epochs=30)
-    parser.set_defaults(dtype="float32", pretrained=False, download=False, compile=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--task", default="task.py")
+    parser.add_argument("--device", default="auto")
+    for name, default in (("--batch-size", 64), ("--workers", 0), ("--epochs", 30)):
+        parser.add_argument(name, type=int, default=default)
+    path = Path(parser.parse_known_args()[0].task)
+    sys.path.append(str(path.parent))
+    task = importlib.import_module(path.stem)
+    if hasattr(task, "add_options"):
+        task.add_options(parser.add_argument_group())
+    # Options of the project's own that a task may read.
+    parser.set_defaults(dtype="float32", seed=0, eval_only=False, compile=False)
     args = parser.parse_args()
     if args.device == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         args.device = accelerator.type if accelerator else "cpu"
-    path = Path(args.task)
-    sys.path.append(str(path.parent))
-    task = importlib.import_module(path.stem)
     torch.manual_seed(0)
     return args, task.build_datasets(args)[0], task.build_model(args)
 
