@@ -51,7 +51,7 @@ def ranks_from_env() -> tuple[int, int, int]:
         rank, local_rank, world_size = (int(os.environ[name]) for name in names)
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"no launcher has set RANK, LOCAL_RANK, WORLD_SIZE to numbers. Start it with "
+            f"no launcher has set RANK, LOCAL_RANK, WORLD_SIZE ({error}). Start it with "
             f"torchrun --standalone --nproc-per-node 2 {Path(sys.argv[0]).name} [options]"
         ) from error
     return rank, local_rank, world_size

@@ -284,7 +284,7 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
         ),
         (
             [sys.executable, "train_ddp.py"],
-            "no launcher has set RANK, LOCAL_RANK, WORLD_SIZE to numbers. Start it with torchrun",
+            "no launcher has set RANK, LOCAL_RANK, WORLD_SIZE ('RANK'). Start it with torchrun",
         ),
         pytest.param(
             [sys.executable, "train_spawn.py", "--batch-size", "5000", "--device", "cpu"],

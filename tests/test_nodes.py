@@ -398,7 +398,5 @@ def test_pod_without_torchrun_is_refused(monkeypatch):
     """The RANK of a PyTorchJob is that of the pod: to train with it would be wrong in silence."""
     for name, value in variables(1, 29500).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        common.UsageError, match=r"no launcher has set RANK, LOCAL_RANK, WORLD_SIZE to numbers"
-    ):
+    with pytest.raises(common.UsageError, match=r"no launcher has set RANK, .* \('LOCAL_RANK'\)"):
         common.ranks_from_env()
