@@ -236,7 +236,7 @@ def test_programs_take_turns_with_the_same_options(monkeypatch, tmp_path):
 
 
 GIVEN = """
-import sys, given
+import given
 _, data, net = given.given()
 print(len(data), sum(parameter.numel() for parameter in net.parameters()))
 """
