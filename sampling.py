@@ -238,14 +238,17 @@ def build_loader(
     Its workers live as long as it does. They start here, before this process connects to other
     ranks: a fork copies the locks that other threads hold, but not the threads.
     """
-    if workers is None:  # beside an accelerator this process has kernels to launch
-        in_memory = getattr(dataset, "in_memory", False) and device.type == "cpu"
-        workers = 0 if in_memory else min(8, own_cores())
+    keyed = KeyedDataset(dataset, seed, skip_corrupt, collate)
+    if workers is None:
+        workers, in_memory = min(8, own_cores()), getattr(dataset, "in_memory", False)
+        if in_memory and device.type == "cpu":
+            workers = 0
+        elif in_memory and keyed.whole_batches:
+            workers = 1  # this process has kernels to launch; more workers would disturb it more
     options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": leave_signals_to_parent}
-    keyed = KeyedDataset(dataset, seed, skip_corrupt, collate)
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # replaces BatchNorm layers
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # BatchNorm over all ranks
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
     state = State(net, optimizer, scheduler, scaler, average)

@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
-    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # replaces BatchNorm layers
+    net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # BatchNorm over all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
     for network in [net, average.module] if average.enabled else [net]:
         shard(network, task.shard_modules(network), mesh)  # the optimizer must hold the shards

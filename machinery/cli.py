@@ -145,8 +145,8 @@ flag("--skip-corrupt", MAY_CHANGE,
        "replace a sample that cannot be read by the next one; else the run ends")
 flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
 option("--workers", whole, "N", None, FREE,
-       "loader processes per device (default: its cores, at most 8; on a CPU 0 if the data set is "
-       "`in_memory`, as the digits are)")
+       "loader processes per device (default: its cores, at most 8; for a data set that is "
+       "`in_memory`, as the digits are, 0 on a CPU, 1 beside a GPU if it has `whole_batches`)")
 
 group("model")
 option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")

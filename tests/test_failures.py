@@ -381,7 +381,9 @@ class Assigns(nn.BatchNorm1d):
 def test_skipped_step_leaves_no_trace_in_batchnorm(amp, norm):
     net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 1))
     args = make_args("single", "--amp", amp)
+    held = net[1].running_mean  # by somebody else, as by a loss that reads it
     scaler, optimizer = guard_of(args, torch.device("cpu"), net), optimizer_of(args, net)
+    assert held is net[1].running_mean, "the guard itself puts no other tensor there"
     seen = []
     for poison in (0.0, 0.0, float("nan"), 0.0):
         before = statistics(net)

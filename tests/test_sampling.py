@@ -366,6 +366,20 @@ def test_repeated_samples_of_whole_batches_draw_differently():
     assert indices.tolist() == [5, 8] and not values[0].equal(values[1])
 
 
+def test_default_number_of_workers(monkeypatch):
+    """A CPU needs none for data in memory; an accelerator's host has kernels to launch."""
+    monkeypatch.setattr(sampling, "own_cores", lambda: 3)
+    digits, _ = task.build_datasets(make_args())
+
+    def workers(device, collate=None):
+        sampler = make_sampler(len(digits), 8)
+        loading = torch.device(device), 0, None, False, collate
+        return sampling.build_loader(digits, sampler, *loading).num_workers
+
+    assert (workers("cpu"), workers("cuda")) == (0, 1)
+    assert (workers("cpu", list), workers("cuda", list)) == (0, 3), "one sample after the other"
+
+
 KEEPS = f"""
 import sys
 sys.path[:0] = ["{ROOT}", "{ROOT}/tests"]

@@ -72,8 +72,8 @@ part first-calls 40 bash -c "first_calls $device"
 part a-run 60 bash -c "clocked bash run.sh single --epochs 3 --device $device --output-dir '$out/run-single'"
 part where-a-run-spends-it 60 bash -c "python3 -m cProfile -s cumtime train_single.py --epochs 1 --device $device --output-dir '$out/run-profile' | grep -A 70 ncalls"
 part imports 40 bash -c 'python3 -X importtime -c "import train_single" 2>&1 | sort -t "|" -k 2 -n | tail -n 30'
+bench memory 100 --workloads resnet18 --modes single ddp fsdp --nproc 1 --batch-size ${sizes#* } --amp bf16
 networks float32
-bench memory 80 --workloads resnet18 --modes single ddp fsdp --nproc 1 --batch-size ${sizes#* } --amp bf16
 part fsdp-run 40 bash -c "clocked bash run.sh fsdp 1 --epochs 3 --device $device --output-dir '$out/run-fsdp'"
 part ddp-run 40 bash -c "clocked bash run.sh ddp 1 --epochs 3 --device $device --output-dir '$out/run-ddp'"
 rm -rf "$out"/run-*

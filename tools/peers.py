@@ -126,7 +126,8 @@ def compare(
         print(f"{workload}, {mode} ...", file=sys.stderr, flush=True)
         share = max(1, len(os.sched_getaffinity(0)) // (args.nproc if mode == "ddp" else 1))
         threads = os.environ.get("OMP_NUM_THREADS", str(share))
-        workers = min(8, share) if "images" in argv else 0  # as the scripts by themselves
+        # As the scripts by themselves.
+        workers = min(8, share) if "images" in argv else int(args.kind != "cpu")
         turns: dict[str, list[list[float]]] = {}
         for turn in range(1 + args.repeats):  # the first one warms up
             for name, command in programs(args, mode, [*argv, "--workers", str(workers)]).items():
