@@ -549,20 +549,18 @@ class StepGuard:
         self.one = torch.ones((), device=device)
         self.skipped, self.in_a_row = (torch.zeros_like(self.one) for _ in range(2))
         self.optimizer: torch.optim.Optimizer | None = None  # set in the first step
+        # By name: a forward may put another tensor in the place of a buffer.
         places: dict[torch.dtype, list] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
                     places.setdefault(buffer.dtype, []).append((module._buffers, name))
-        # BatchNorm's buffers become parts of one tensor per dtype: one call copies them all.
-        self.statistics = []
-        for found in places.values():
-            now = torch.cat([buffers[name].flatten() for buffers, name in found])
-            parts = now.split([buffers[name].numel() for buffers, name in found])
-            for (buffers, name), part in zip(found, parts):
-                buffers[name].data = part.view_as(buffers[name])
-            parts = [(buffers, name, buffers[name]) for buffers, name in found]
-            self.statistics.append((parts, now, now.clone()))
+        self.places = [*places.values()]
+        self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
+
+    def statistics(self) -> list[list[Tensor]]:
+        """Return BatchNorm's buffers, those of one dtype together."""
+        return [[buffers[name] for buffers, name in places] for places in self.places]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale: small gradients would be zero in fp16."""
@@ -577,8 +575,7 @@ class StepGuard:
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # As GradScaler does it: one kernel, which also divides, here by 1. Sharded gradients are
-        # looked at on all ranks.
+        # As GradScaler does it: one kernel, which divides too, by 1; for shards on all ranks.
         self.bad = torch.zeros_like(self.one)  # will be 1 if the step is to be skipped
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
         self.counted = self.bad  # 1 if in_a_row counts that
@@ -605,12 +602,11 @@ class StepGuard:
         self.skipped += self.bad
         self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
         skip = self.bad > 0
-        for parts, now, kept in self.statistics:  # `kept` is from after the last good step
-            for buffers, name, own in parts:
-                if buffers[name] is not own:  # the forward has put another tensor there
-                    buffers[name] = own.copy_(buffers[name])
+        # `kept` has the statistics after the last good step; `parts` and `old` are views.
+        for buffers, (now, parts), (kept, old) in zip(self.statistics(), self.now, self.kept):
+            torch._foreach_copy_(parts, buffers)
             torch.where(skip, kept, now, out=kept)
-            now.copy_(kept)
+            torch._foreach_copy_(buffers, old)
         self.grad_scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
@@ -622,8 +618,14 @@ class StepGuard:
         self.grad_scaler.load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
-        for _, now, kept in self.statistics:
-            kept.copy_(now)
+        self.kept = [flat(buffers) for buffers in self.statistics()]
+
+
+def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a copy of the tensors as one, and its parts, in their shapes."""
+    whole = torch.cat([tensor.flatten() for tensor in tensors])
+    parts = whole.split([tensor.numel() for tensor in tensors])
+    return whole, [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
 
 
 def make_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -304,10 +304,8 @@ def check_run(
 ) -> None:
     """Send a first batch of each set through the network, loss and metrics, in evaluation mode.
 
-    Of the training set it is this rank's first micro-batch. The last batch of the evaluation set,
-    which may be smaller, is sent too. `net` is on the device. Nothing of a run is disturbed: each
-    of its epochs sets the training mode, each of its steps seeds the generators. Raises UsageError
-    if something is wrong. --no-check leaves it out.
+    `net` is on the device. Nothing of a run is disturbed: each of its epochs sets the training
+    mode, each of its steps seeds the generators. Raises UsageError if something is wrong.
     """
     args = task.args
     if not args.check:
@@ -435,8 +433,8 @@ def check_neighbours(
         for place, found in alone.items():
             one, other = found[name][0].item(), values[place].item()
             if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
-                advice = "sum over each sample and divide by loss_weights, keep padding out of "
-                advice += "the model, or use gather_samples"
+                advice = "keep padding out of the model and the loss, divide a sum over tokens by "
+                advice += "loss_weights, or use gather_samples"
                 advice = advice if "loss" in name else "use dataset_metrics for the whole set"
                 what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
                 raise UsageError(f"--task {task.path}: {what} {one:.6g} alone; {advice}")

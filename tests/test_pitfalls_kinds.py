@@ -63,7 +63,7 @@ def test_pitfall_52_loss_that_broadcasts(tmp_path):
 
     loss = "def per_sample_loss(outputs, targets): return (outputs[:, :1] - targets).abs().mean(1)"
     (tmp_path / "broadcasts.py").write_text(TASK + loss)
-    with pytest.raises(common.UsageError, match="alone; sum over each sample"):
+    with pytest.raises(common.UsageError, match="alone; keep padding out of the model"):
         check("ddp", 2, "--task", str(tmp_path / "broadcasts.py"))
 
 

@@ -124,7 +124,6 @@ mutant("scaler: a group that is not fused makes the step", "common", 'g.get("fus
 mutant("scaler: dampening begins with zero", "common", ' and not g.get("dampening")', "", f"{FIRST_STEP}[dampening]")
 mutant("scaler: a fused step with a NaN is made", "common", "= None, self.bad", "= None, None", "test_guard_of_a_fused_step_reads_nothing_and_computes_little")
 mutant("scaler: a NaN stays in BatchNorm", "common", "torch.where(skip, kept, now, out=kept)", "kept.copy_(now)", f"{NO_TRACE}[off-BatchNorm1d]")
-mutant("scaler: BatchNorm gets other tensors", "common", "buffers[name].data = part", "buffers[name] = part", f"{NO_TRACE}[off-BatchNorm1d]")
 mutant("scaler: statistics that a forward assigns stay", "common", "append((module._buffers, name))", "append(({name: buffer}, name))", f"{NO_TRACE}[off-Assigns]")
 mutant("scaler: a call of torch for each gradient", "common", "torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)",
        "[torch._amp_foreach_non_finite_check_and_unscale_([g], self.bad, self.one) for g in gradients]",
