@@ -67,7 +67,7 @@ def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, average, tmp_path
         code = code.replace(old, new)
     names = {}
     exec(textwrap.dedent(code), names)
-    assert names["averaged"] == (average == "ema")
+    assert (names["weights"] is names["checkpoint"]["average"]) == (average == "ema")
     with np.load(ROOT / "data" / "digits.npz") as file:
         labels = file["labels"][1437:]
     guesses = names["guesses"].numpy()
