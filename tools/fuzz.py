@@ -535,11 +535,12 @@ class Runs:
         args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
         train = fuzzed.make_task(trial.task)["build_datasets"](args)[0]
         labels = [int(train[index][1].flatten()[0]) for index in range(len(train))]
-        bad, batch = {}, args.batch_size
+        bad, sampler = {}, harness.sampler_of(args, train)
         for epoch in range(trial.epochs):
-            order = harness.order_of(len(train), args.seed, epoch)[: trial.steps * batch]
-            for step in range(trial.steps):
-                drawn = [labels[index] for index in order[step * batch : (step + 1) * batch]]
+            sampler.set_position(epoch, 0)
+            for step, (_, micro_batches) in enumerate(sampler):
+                # A sample that --balanced draws again has a higher number.
+                drawn = [labels[n % len(train)] for numbers in micro_batches for n in numbers]
                 if any(label & fuzzed.NAN_LOSS for label in drawn):
                     bad[epoch, step + 1] = "NaN"
                 elif trial.part("weights") and not any(fuzzed.weight_of(d) for d in drawn):
