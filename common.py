@@ -575,7 +575,7 @@ class StepGuard:
         self.grad_scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        # As GradScaler does it: one kernel, which divides too, by 1; for shards on all ranks.
+        # GradScaler's own kernel: it also divides, here by 1, and looks at the shards of all ranks.
         self.bad = torch.zeros_like(self.one)  # will be 1 if the step is to be skipped
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
         self.counted = self.bad  # 1 if in_a_row counts that

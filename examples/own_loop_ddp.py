@@ -32,6 +32,7 @@ def main():
     val_set = TensorDataset(images[1437:], labels[1437:])
     sampler = GlobalBatchSampler(train_set, 64, seed=0, rank=rank, world_size=world_size)
     val_sampler = ShardSampler(len(val_set), 64, rank, world_size)
+    # Data in memory need no loader workers.
     train_loader = build_loader(train_set, sampler, device, seed=0, workers=0)
     val_loader = build_loader(val_set, val_sampler, device, seed=0, workers=0)
 
