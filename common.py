@@ -418,15 +418,13 @@ def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = Fal
 # ----------------------------------------------------------------------------------- optimization
 
 
-def build_sgd(parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
+def build_sgd(params: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
     options = {"weight_decay": decay, "nesterov": nesterov, **kernel}
-    return torch.optim.SGD(parameters, lr, momentum, **options)
+    return torch.optim.SGD(params, lr, momentum, **options)
 
 
-def build_adamw(
-    parameters: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel
-):
-    return torch.optim.AdamW(parameters, lr, (momentum, 0.999), weight_decay=decay, **kernel)
+def build_adamw(params: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
+    return torch.optim.AdamW(params, lr, (momentum, 0.999), weight_decay=decay, **kernel)
 
 
 OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}

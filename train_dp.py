@@ -22,7 +22,7 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
-    for micro_batches in run.batches(loader):  # of one optimizer step, on the device
+    for micro_batches in run.batches(loader):  # of one step, on the device already
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
             seed_rng(args.seed, state.global_step, i)
@@ -31,8 +31,8 @@ def train_one_epoch(
             loss = values["loss"].sum() / total
             state.scaler.scale(loss).backward()
             run.meter.add(**values | {"loss": task.weigh(values["loss"], targets)})
-        state.scaler.unscale_(state.optimizer, total)  # finds NaN, Inf, a batch without weight
-        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
+        state.scaler.unscale_(state.optimizer, total)  # marks a step to skip: NaN, Inf, no weight
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # logged
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)

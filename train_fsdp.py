@@ -24,7 +24,7 @@ def train_one_epoch(
 ) -> None:
     """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
-    for micro_batches in run.batches(loader):  # of one optimizer step, on the device
+    for micro_batches in run.batches(loader):  # of one step, on the device already
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
             model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter per step
@@ -36,8 +36,8 @@ def train_one_epoch(
             loss = losses.sum() * (dist.get_world_size() / total)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # finds NaN, Inf, a batch without weight
-        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
+        state.scaler.unscale_(state.optimizer, total)  # marks a step to skip: NaN, Inf, no weight
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # logged
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
 
-    # After the loaders, which fork workers: to fork while communication threads run may hang.
+    # It starts threads, and a fork after that may hang: the loaders have forked before.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
-    model = net  # the loop calls it; a checkpoint has the names of net, without a wrapper
+    model = net  # the loop calls model, which may become a wrapper; checkpoints save net
     if args.compile:
         model.compile()
 

@@ -39,12 +39,7 @@ class Option(NamedTuple):
 
 
 OPTIONS: list[Option] = []
-groups: list[str] = []
-
-
-def group(name: str) -> None:
-    """Show the options that are declared from here on under this headline of --help."""
-    groups.append(name)
+headlines: list[str] = []  # of --help; an option is shown under the last one
 
 
 def option(
@@ -62,13 +57,13 @@ def option(
         text += " (default: task.py)" if default == TASK else " (default: %(default)s)"
     settings |= {"choices": kind} if isinstance(kind, list) else {"type": kind, "metavar": metavar}
     settings |= {"default": default, "help": text}
-    OPTIONS.append(Option(groups[-1], name, traits, modes, settings))
+    OPTIONS.append(Option(headlines[-1], name, traits, modes, settings))
 
 
 def flag(name: str, traits: int, text: str, default: bool = False) -> None:
     """Declare a switch with a negative form: --compile and --no-compile."""
     settings = {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
-    OPTIONS.append(Option(groups[-1], name, traits, (), settings))
+    OPTIONS.append(Option(headlines[-1], name, traits, (), settings))
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -128,7 +123,7 @@ def task_file(name: str) -> str:
 
 # fmt: off
 
-group("most used")
+headlines.append("most used")
 option("--task", task_file, "NAME|FILE.py", TASK, EVALUATED | PER_NODE,
        "the problem to train on: a name in tasks/, or your file")
 option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
@@ -140,7 +135,7 @@ option("--output-dir", filled, "DIR", None, FREE,
 option("--resume", path, "auto|FILE", None, FREE,
        "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
 
-group("data")
+headlines.append("data")
 flag("--skip-corrupt", MAY_CHANGE,
        "replace a sample that cannot be read by the next one; else the run ends")
 flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
@@ -148,13 +143,13 @@ option("--workers", whole, "N", None, FREE,
        "loader processes per device (default: its cores, at most 8; for a data set that is "
        "`in_memory`, as the digits are, 0 on a CPU, 1 beside a GPU if it has `whole_batches`)")
 
-group("model")
+headlines.append("model")
 option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")
 option("--freeze", filled, "PATTERN", [], EVALUATED,
        "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
        nargs="+", action="extend")
 
-group("optimization")
+headlines.append("optimization")
 option("--accum-steps", positive, "N", 1, FIXED,
        "micro-batches per optimizer step; each is cut among the devices")
 option("--eval-batch-size", positive, "N", None, FIXED,
@@ -181,13 +176,13 @@ option("--average", ["none", "ema"], None, "none", EVALUATED,
 option("--ema-decay", number(float, 0, 1), "X", 0.99, FIXED,
        "share of the old average in each step; smaller in the first steps")
 
-group("speed and precision")
+headlines.append("speed and precision")
 flag("--compile", MAY_CHANGE, "torch.compile the model")
 flag("--channels-last", MAY_CHANGE, "store images and filters as NHWC")
 option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
        "of the parameters; in float64 all modes print the same digits")
 
-group("distribution")
+headlines.append("distribution")
 flag("--sync-bn", FIXED,
      "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
 option("--grad-compress", ["none", "bf16", "fp16"], None, "none", FIXED,
@@ -211,7 +206,7 @@ option("--node-rank", whole, "N", None, FREE,
 option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
        "where the machine with --node-rank 0 listens", "spawn")
 
-group("run")
+headlines.append("run")
 option("--best", filled, "NAME[:min]", None, FIXED,
        "what decides best.pt: a metric (default: the first), whose highest value is best; with "
        ":min, as mae:min, or as loss, the lowest")
@@ -238,18 +233,14 @@ def keys(trait: int) -> set[str]:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-        if unknown and (tasks := tasks_with(unknown[1])):
-            raise UsageError(f"{unknown[1]} belongs to --task {tasks}")
+        if unknown := re.search(r"unrecognized arguments: (--[^\s=]+)", message):
+            added = f'"{unknown[1]}"'  # as add_options of a task writes it
+            if tasks := " or ".join(n for n, path in TASKS.items() if added in path.read_text()):
+                raise UsageError(f"{unknown[1]} belongs to --task {tasks}")
         raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         raise Stopped(status, "")  # after --help
-
-
-def tasks_with(option: str) -> str:
-    """Return the names of the tasks in tasks/ that add this option, or an empty text."""
-    return " or ".join(name for name, path in TASKS.items() if f'"{option}"' in path.read_text())
 
 
 def build_parser(mode: str) -> argparse.ArgumentParser:
@@ -412,9 +403,9 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError(f"--step-epochs has no effect on --schedule {schedule}; use {use}")
     if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
         raise UsageError(f"--schedule {schedule} takes one of --step-epochs, the length of a cycle")
-    compress = f"--grad-compress {args.grad_compress}"
     if args.grad_compress != "none" and mode not in ("ddp", "spawn"):
-        raise UsageError(f"{compress} belongs to DDP; use ddp or spawn, or leave it out")
+        problem = f"--grad-compress {args.grad_compress} belongs to DDP"
+        raise UsageError(f"{problem}; use ddp or spawn, or leave it out")
     if mode == "dp" and args.compile:
         raise UsageError("--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
     if mode == "dp" and args.sync_bn:

@@ -31,15 +31,18 @@ class WithLoss(nn.Module):
     def __init__(self, net: nn.Module, task: Task, device: torch.device, amp: str) -> None:
         super().__init__()
         self.net, self.task, self.device, self.amp = net, task, device, amp
+        self.done: list[bool] = []  # a list, as all replicas share it
 
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
+        before = {} if self.done else dict(self.net.named_buffers())
         with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
             outputs = self.net(inputs)
-            try:
-                losses = self.task.per_sample_loss(outputs, targets)
-            except SystemExit as error:  # it would end the thread of this replica alone
-                left = f"the run was left before its end, by sys.exit({error.code!r})"
-                raise RuntimeError(left) from error
+            losses = self.task.per_sample_loss(outputs, targets)
+        now = dict(self.net.named_buffers()) if before else {}
+        if new := ", ".join(name for name in now if now[name] is not before.get(name)):
+            problem = f"the forward puts a new tensor in the place of {new}, which dp would lose"
+            raise UsageError(f"the model: {problem}; change it in place, or use ddp or spawn")
+        self.done[:] = [True]
         return {"loss": losses, **self.task.train_metrics(outputs, targets)}
 
 
@@ -178,6 +181,8 @@ def refuse_lists(net: nn.Module) -> None:
         return value
 
     for module in net.modules():
+        if isinstance(module, nn.RNNBase):  # it keeps its own list up to date, by __setattr__
+            continue
         tree_map(check, {name: vars(module)[name] for name in vars(module).keys() - TABLES})
 
 

@@ -14,6 +14,7 @@ import inspect
 import io
 import os
 import sys
+import threading
 import traceback
 from argparse import Namespace
 from collections import Counter
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from tqdm import TMonitor
 
 import common
 from common import UsageError, freeze, load_weights, print0, read_tensors
@@ -41,7 +43,7 @@ OPTIONAL += ["shard_modules"]
 UNSIGNED = torch.uint16, torch.uint32, torch.uint64
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
-left_open: dict[Path, set] = {}  # which files the top of a task has left open
+left_open: dict[Path, set] = {}  # files and threads that the top of a task has left
 
 
 @contextlib.contextmanager
@@ -72,14 +74,13 @@ def load_module(path: Path) -> ModuleType:
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
-        beside = folder == str(Path(__file__).resolve().parent.parent)
-        name = path.stem if beside else f"task_{path.stem}"  # not the name of another module
+        name = f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         seed_generators(splitmix64(-1))  # what the file draws at its top is the same on every rank
-        before = open_files()
+        before = not_for_a_fork()
         spec.loader.exec_module(module)
-        loaded[path], left_open[path] = module, open_files() - before
+        loaded[path], left_open[path] = module, not_for_a_fork() - before
     return module
 
 
@@ -117,7 +118,7 @@ class Task:
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         """Return the training and the evaluation set; what they draw is the same on all ranks."""
         seed_generators(splitmix64(self.args.seed, -4))  # other numbers than those of the model
-        before = open_files()
+        before = not_for_a_fork()
         with self.blame("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
             if self.args.balanced:  # the sampler reads them: they may open a file
@@ -129,17 +130,22 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        left = open_files() - (before - left_open[self.path])  # opened here, or by the file's top
+        left = not_for_a_fork() - (before - left_open[self.path])  # here, or by the file's top
         if left and self.args.workers != 0:
-            self._warn_of_fork(", ".join(sorted({path for _, path in left})))
+            self._warn_of_fork(", ".join(sorted({name for _, name in left})))
+        if self.args.eval_only:
+            # In place of the training set, which no step reads; one --batch-size must fit into it.
+            classes = getattr(train_set, "classes", getattr(val_set, "classes", None))
+            train_set = Subset(val_set, [0] * self.args.batch_size)
+            train_set.classes, train_set.targets = classes, train_set.indices
         return train_set, val_set
 
     def _warn_of_fork(self, left: str) -> None:
-        """Say what loader workers would share, and have none by default."""
-        advice = "loader workers would share its position; open it in __getitem__"
+        """Say what forked workers cannot use, and have none by default."""
+        advice = "forked loader workers cannot use it; make it in __getitem__"
         if self.args.workers is None:
             self.args.workers, advice = 0, f"{advice}. So this run has none (--workers 0)"
-        print0(f"warning: the task has left {left} open: {advice}", file=sys.stderr)
+        print0(f"warning: the task has left open or running: {left}; {advice}", file=sys.stderr)
 
     def build_net(self) -> nn.Module:
         """Return the model on the CPU, from --seed or --weights, with --freeze applied."""
@@ -240,15 +246,18 @@ class Task:
             return found
 
 
-def open_files() -> set[tuple[str, str]]:
-    """Return (descriptor, path) of the open files of this process, without memory-mapped ones.
+def not_for_a_fork() -> set[tuple[Any, str]]:
+    """Return (descriptor, path) of this process's open files, and (number, name) of its threads.
 
-    With the descriptor, as an earlier run in this process may still have the same file open.
+    Without memory-mapped files, which have no position. With the descriptor, as an earlier run in
+    this process may still have the same file open.
     """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    mapped = Path("/proc/self/maps").read_text()  # as np.memmap: it has no position
+    mapped = Path("/proc/self/maps").read_text()  # as np.memmap
     found = {(link, os.path.realpath(link)) for link in links if os.path.isfile(link)}
-    return {(link, path) for link, path in found if f" {path}\n" not in mapped}
+    # A fork has no thread but its own. That of tqdm, TMonitor, serves no sample.
+    threads = {(t.ident, t.name) for t in threading.enumerate() if not isinstance(t, TMonitor)}
+    return threads | {(link, path) for link, path in found if f" {path}\n" not in mapped}
 
 
 def check_tensors(net: nn.Module, where: str, mode: str) -> None:

@@ -244,6 +244,10 @@ def shard_marked():
         common.UsageError, match=r"list or dict of the model holds 0\.weight, which"
     ):
         machinery.modes.shard(net, [], mesh)
+    net, values = nn.LSTM(4, 4).double(), torch.randn(3, 2, 4, dtype=torch.float64)
+    wanted = net(values)[0]  # it has a list of its weights, and keeps it up to date
+    machinery.modes.shard(net, [], mesh)
+    assert wanted.std() > 0 and torch.allclose(net(values)[0], wanted, rtol=1e-12)
 
 
 def test_marks_on_parameters_stay_and_hooks_are_refused():

@@ -66,6 +66,15 @@ def test_file_is_loaded_by_a_network_that_asks_for_versions(tmp_path):
     assert again.code == 0 and "weights: 4 of the model's 4 tensors" in again.out, again.err
 
 
+def test_tensor_that_a_replica_would_take_with_it_is_refused(tmp_path):
+    """dp: what the forward puts in the place of a buffer is the replica's alone. What changes in place is the network's."""
+    passing, replaced = ((*OWN, "--model", kind) for kind in ("passing", "replaced"))
+    right = train("dp", 2, *passing, folder=tmp_path / "right")
+    assert right.code == 0, right.err
+    refused = train("dp", 2, *replaced, folder=tmp_path / "refused")
+    assert refused.code == 2 and "in the place of between.gain" in refused.err, refused.err
+
+
 @pytest.mark.full
 def test_shards_of_parts_that_are_read_without_a_call(tmp_path):
     argv = (*OWN, "--model", "parameters")

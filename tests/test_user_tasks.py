@@ -281,7 +281,7 @@ def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
     alone = train("single", 1, *argv, "--workers", "0", folder=tmp_path)
     left = train("single", 1, *argv, "--output-dir", tmp_path / "left", folder=tmp_path)
     assert alone.err == "" and left.err.count("\n") == 1
-    assert f"left {tmp_path / 'records'} open" in left.err and "--workers 0" in left.err
+    assert f"running: {tmp_path / 'records'};" in left.err and "--workers 0" in left.err
     assert "loader workers per process: 0" in left.out
     losses = [line["loss"] for line in alone.train_lines()]
     assert losses == [line["loss"] for line in left.train_lines()]
@@ -302,7 +302,40 @@ def test_open_file_comes_with_a_warning(tmp_path, capsys):
         args = make_args("single", "--task", str(tmp_path / "asked.py"), *options.split())
         kept.append(machinery.usertask.Task(args).build_datasets())
         assert args.workers == (2 if "2" in options else 0), options
-        assert "loader workers would share its position" in capsys.readouterr().err
+        assert "forked loader workers cannot use it" in capsys.readouterr().err
+
+
+SERVED = """
+import queue, threading
+from task import *
+class Served(Digits):
+    whole_batches = in_memory = False
+    def __init__(self, other):
+        super().__init__(other.images[:40, :, :8, :8], other.targets[:40])
+        self.asked, self.found = queue.Queue(), queue.Queue()
+        threading.Thread(target=self.serve, name="server", daemon=True).start()
+    def serve(self):
+        while (index := self.asked.get()) is not None:
+            self.found.put(super().__getitem__(index))
+    def __getitem__(self, index):
+        self.asked.put(index)
+        return self.found.get()
+digits = build_datasets
+def build_datasets(args):
+    for _ in tqdm(range(2)):  # its thread, a monitor, serves no sample
+        pass
+    return [Served(each) for each in digits(args)] if SERVED else digits(args)
+"""
+
+
+def test_samples_of_a_thread_are_fetched_by_the_process_that_has_it(tmp_path):
+    """A fork would wait for ever: it has no such thread."""
+    argv = "--epochs 1 --batch-size 8 --device cpu".split()
+    for served in (True, False):
+        task = tmp_path / f"served{served}.py"
+        task.write_text(f"from tqdm import tqdm\nSERVED = {served}{SERVED}")
+        result = train("single", 1, "--task", task, *argv, folder=tmp_path / str(served))
+        assert result.code == 0 and ("running: server; forked" in result.err) == served, result.err
 
 
 def test_check_runs_in_the_process_itself(monkeypatch):

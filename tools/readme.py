@@ -119,8 +119,8 @@ def options_page() -> str:
         "",
         "## Of `--task images`",
         "",
-        "A task may add options. `--task NAME --help` lists them, for `detect` and `pose` too. An",
-        "option of another task is refused, with the name of its task.",
+        "A task adds options by `add_options`, see task.py. `--task NAME --help` lists them, for `detect`",
+        "and `pose` too.",
         *head,
     ]
     group = argparse.ArgumentParser().add_argument_group()
