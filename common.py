@@ -627,11 +627,11 @@ def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def make_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Let the momentum of SGD begin with zero, in every mode.
+    """Let the momentum of torch's SGD begin with zero, in every mode. A subclass may keep another.
 
     Fused SGD would leave it uninitialised if the very first step is skipped.
     """
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
         # A first step leaves dampening out: it would not begin with zero.
         for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -640,7 +640,7 @@ def make_momentum(optimizer: torch.optim.Optimizer) -> None:
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer looks at `found_inf`, for all parameters."""
     asks = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler does
-    asks &= type(optimizer).step.__module__.startswith("torch.")  # a task's own step may do more
+    asks &= type(optimizer).__module__.startswith("torch.")  # a task's own step may do more
     groups = optimizer.param_groups
     return asks and all(g.get("fused", True) and not g.get("dampening") for g in groups)
 

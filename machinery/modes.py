@@ -31,18 +31,16 @@ class WithLoss(nn.Module):
     def __init__(self, net: nn.Module, task: Task, device: torch.device, amp: str) -> None:
         super().__init__()
         self.net, self.task, self.device, self.amp = net, task, device, amp
-        self.done: list[bool] = []  # a list, as all replicas share it
 
     def forward(self, inputs: Any, targets: Any) -> dict[str, Tensor]:
-        before = {} if self.done else dict(self.net.named_buffers())
+        before = dict(self.net.named_buffers())
         with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
             outputs = self.net(inputs)
             losses = self.task.per_sample_loss(outputs, targets)
-        now = dict(self.net.named_buffers()) if before else {}
-        if new := ", ".join(name for name in now if now[name] is not before.get(name)):
-            problem = f"the forward puts a new tensor in the place of {new}, which dp would lose"
-            raise UsageError(f"the model: {problem}; change it in place, or use ddp or spawn")
-        self.done[:] = [True]
+        new = {name for name, buffer in self.net.named_buffers() if buffer is not before.get(name)}
+        if new and (lost := new & self.net.state_dict().keys()):  # the others are caches
+            problem = f"the forward puts a new tensor in the place of {', '.join(lost)}"
+            raise UsageError(f"dp: {problem}, and loses it; change it in place, or use ddp")
         return {"loss": losses, **self.task.train_metrics(outputs, targets)}
 
 
@@ -115,7 +113,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         # A momentum encoder runs under no_grad, where gather_samples has this rank's samples alone.
         with torch.enable_grad():
             everything, first = gather_samples(value)
-        return super().forward(everything)[first : first + len(value)]
+        return super().forward(everything)[first : first + len(value)].clone()  # FSDP takes no view
 
 
 def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
@@ -129,7 +127,7 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- fsdp
 
-TABLES = {"_parameters", "_buffers", "_modules"}  # of each nn.Module
+TABLES = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last: an RNN renews it
 
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
@@ -181,8 +179,6 @@ def refuse_lists(net: nn.Module) -> None:
         return value
 
     for module in net.modules():
-        if isinstance(module, nn.RNNBase):  # it keeps its own list up to date, by __setattr__
-            continue
         tree_map(check, {name: vars(module)[name] for name in vars(module).keys() - TABLES})
 
 

@@ -15,6 +15,7 @@ import io
 import os
 import sys
 import threading
+import time
 import traceback
 from argparse import Namespace
 from collections import Counter
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import TMonitor
 
 import common
@@ -43,7 +44,7 @@ OPTIONAL += ["shard_modules"]
 UNSIGNED = torch.uint16, torch.uint32, torch.uint64
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args; the file is not run twice
-left_open: dict[Path, set] = {}  # files and threads that the top of a task has left
+left_open: dict[Path, set] = {}  # files and threads that a task has left, in all its runs
 
 
 @contextlib.contextmanager
@@ -74,13 +75,15 @@ def load_module(path: Path) -> ModuleType:
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
-        name = f"task_{path.stem}"  # not the name of another module
+        beside = folder == str(Path(__file__).resolve().parent.parent)
+        name = path.stem if beside else f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         seed_generators(splitmix64(-1))  # what the file draws at its top is the same on every rank
         before = not_for_a_fork()
         spec.loader.exec_module(module)
-        loaded[path], left_open[path] = module, not_for_a_fork() - before
+        loaded[path] = module
+        left_open.setdefault(path, set()).update(not_for_a_fork() - before)
     return module
 
 
@@ -130,21 +133,20 @@ class Task:
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
-        left = not_for_a_fork() - (before - left_open[self.path])  # here, or by the file's top
+        known = left_open[self.path]  # by the file's top, or an earlier run
+        if left := not_for_a_fork() - (before - known):
+            time.sleep(0.1)  # a thread may just be ending
+            left &= not_for_a_fork()
+        known.update(left)
         if left and self.args.workers != 0:
             self._warn_of_fork(", ".join(sorted({name for _, name in left})))
-        if self.args.eval_only:
-            # In place of the training set, which no step reads; one --batch-size must fit into it.
-            classes = getattr(train_set, "classes", getattr(val_set, "classes", None))
-            train_set = Subset(val_set, [0] * self.args.batch_size)
-            train_set.classes, train_set.targets = classes, train_set.indices
         return train_set, val_set
 
     def _warn_of_fork(self, left: str) -> None:
         """Say what forked workers cannot use, and have none by default."""
         advice = "forked loader workers cannot use it; make it in __getitem__"
         if self.args.workers is None:
-            self.args.workers, advice = 0, f"{advice}. So this run has none (--workers 0)"
+            self.args.workers, advice = 0, f"{advice}. So this run has none; --workers N decides"
         print0(f"warning: the task has left open or running: {left}; {advice}", file=sys.stderr)
 
     def build_net(self) -> nn.Module:
@@ -186,8 +188,7 @@ class Task:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 found = type(optimizer).__name__
                 raise UsageError(f"{where} must return an optimizer of torch.optim, got {found}")
-            # Raises if a step needs a closure: the loop passes none.
-            inspect.signature(optimizer.step).bind()
+            inspect.signature(optimizer.step).bind()  # raises if it needs a closure: there is none
             parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
             trained = {id(p) for p in net.parameters() if p.requires_grad}
             if not trained <= parts <= {id(p) for p in net.parameters()}:
@@ -247,16 +248,15 @@ class Task:
 
 
 def not_for_a_fork() -> set[tuple[Any, str]]:
-    """Return (descriptor, path) of this process's open files, and (number, name) of its threads.
+    """Return (descriptor, path) of this process's open files, and (thread, name) of its threads.
 
-    Without memory-mapped files, which have no position. With the descriptor, as an earlier run in
-    this process may still have the same file open.
+    Without memory-mapped files, which have no position. An earlier run may have the same file open.
     """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     mapped = Path("/proc/self/maps").read_text()  # as np.memmap
     found = {(link, os.path.realpath(link)) for link in links if os.path.isfile(link)}
     # A fork has no thread but its own. That of tqdm, TMonitor, serves no sample.
-    threads = {(t.ident, t.name) for t in threading.enumerate() if not isinstance(t, TMonitor)}
+    threads = {(t, t.name) for t in threading.enumerate() if not isinstance(t, TMonitor)}
     return threads | {(link, path) for link, path in found if f" {path}\n" not in mapped}
 
 
@@ -287,11 +287,11 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
     """Return the parts of the network that fsdp shards each for itself.
 
     From the top down, a module with a list of blocks (Sequential, ModuleList, ...) and more than an
-    eighth of all parameters is replaced by its children. Left out are shared weights, and modules
-    of vectors alone: torch warns that a norm returns a view, which must not be changed.
+    eighth of all parameters is replaced by its children. Left out are weights with two names, and
+    modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
     """
     eighth = sum(parameter.numel() for parameter in net.parameters()) / 8
-    uses = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
+    uses = Counter(id(p) for _, p in net.named_parameters(remove_duplicate=False))
     found, parts = [], [*net.children()]
     while parts:
         part = parts.pop(0)
@@ -432,7 +432,8 @@ def check_neighbours(
     rough = 2**-8 if args.amp == "bf16" else 2**-11  # of fp16, and of TF32
     eps = torch.finfo(getattr(torch, args.dtype)).eps if precise else rough
     draws = {name for name, values in in_batch.items() if not values.equal(other_seed[name])}
-    if common.gather_samples.used or "loss" in draws:  # on purpose, or the model draws
+    mixes = any(norm.running_mean is None for norm in common.batch_norms(net))  # as in training
+    if common.gather_samples.used or "loss" in draws or mixes:  # on purpose, or the model draws
         return
     for name, values in in_batch.items():
         # A metric like top1 may jump by rounding. One that draws may be equal by chance.

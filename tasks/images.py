@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from torchvision import datasets, models
 from torchvision.io import decode_jpeg, read_file
 from torchvision.transforms import v2
@@ -124,7 +124,10 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
     if not args.eval_only:
         return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
     held_out = Pictures(val, classes, size, False)
-    return held_out, held_out  # no step reads the first
+    # In place of the training set, which no step reads. One --batch-size must fit into it.
+    repeated = ConcatDataset([held_out] * -(-args.batch_size // len(held_out)))
+    repeated.targets = held_out.targets * len(repeated.datasets)  # for --balanced
+    return repeated, held_out
 
 
 def find_classes(args: Namespace) -> tuple[Path, Path, list[str]]:

@@ -62,6 +62,10 @@ TASKS = {
     "norm": MODEL
     + "self.norm(super().forward(images.flatten(1).float()))\n"
     + "def build_model(args):\n    net = Net()\n    net.norm = nn.BatchNorm1d(10)\n    return net\n",
+    "statistics-of-a-slice": MODEL
+    + "self.norm(super().forward(images.flatten(1).float()).view(-1, 2, 5)).flatten(1)\n"
+    + "def build_model(args):\n    net = Net()\n"
+    + "    net.norm = nn.BatchNorm1d(2, track_running_stats=False)\n    return net\n",
     "data-stream": "class Stream(torch.utils.data.IterableDataset): __iter__ = None\n"
     + DATA
     + "Stream(), Stream()\n",
@@ -375,6 +379,7 @@ def test_more_processes_than_accelerators_is_refused(monkeypatch):
         "--seed 9223372036854775807 --lr 0 --weight-decay 0 --momentum 1 --timeout 1e9",
         "--task TMP/imports.py",
         "--task TMP/one.py --batch-size 1",
+        "--task TMP/statistics-of-a-slice.py",
         "--output-dir TMP/new/folder/of/many",
     ],
 )

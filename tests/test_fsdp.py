@@ -248,6 +248,10 @@ def shard_marked():
     wanted = net(values)[0]  # it has a list of its weights, and keeps it up to date
     machinery.modes.shard(net, [], mesh)
     assert wanted.std() > 0 and torch.allclose(net(values)[0], wanted, rtol=1e-12)
+    net = nn.LSTM(4, 4)
+    net.own = [net.weight_hh_l0]
+    with pytest.raises(common.UsageError, match="holds weight_hh_l0, which"):
+        machinery.modes.shard(net, [], mesh)
 
 
 def test_marks_on_parameters_stay_and_hooks_are_refused():
@@ -272,6 +276,10 @@ def test_parts_that_are_sharded_each_for_itself():
         "a layer reads the weights of its parts without calling them"
     )
     assert machinery.usertask.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
+    wrapper.first = wrapper.encoder.layers[0]
+    assert machinery.usertask.large_modules(wrapper) == [wrapper.encoder.layers[1]], (
+        "what has two names would be sharded twice"
+    )
 
 
 @pytest.mark.full

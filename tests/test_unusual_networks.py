@@ -68,11 +68,14 @@ def test_file_is_loaded_by_a_network_that_asks_for_versions(tmp_path):
 
 def test_tensor_that_a_replica_would_take_with_it_is_refused(tmp_path):
     """dp: what the forward puts in the place of a buffer is the replica's alone. What changes in place is the network's."""
-    passing, replaced = ((*OWN, "--model", kind) for kind in ("passing", "replaced"))
-    right = train("dp", 2, *passing, folder=tmp_path / "right")
-    assert right.code == 0, right.err
+    passing, cache, replaced = ((*OWN, "--model", k) for k in ("passing", "renewed", "replaced"))
+    for right in (passing, cache):
+        result = train("dp", 2, *right, folder=tmp_path / right[-1])
+        assert result.code == 0, result.err
     refused = train("dp", 2, *replaced, folder=tmp_path / "refused")
-    assert refused.code == 2 and "in the place of between.gain" in refused.err, refused.err
+    assert refused.code == 2 and "in the place of between.gain, and loses it" in refused.err, (
+        refused.err
+    )
 
 
 @pytest.mark.full

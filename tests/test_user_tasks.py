@@ -281,7 +281,7 @@ def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
     alone = train("single", 1, *argv, "--workers", "0", folder=tmp_path)
     left = train("single", 1, *argv, "--output-dir", tmp_path / "left", folder=tmp_path)
     assert alone.err == "" and left.err.count("\n") == 1
-    assert f"running: {tmp_path / 'records'};" in left.err and "--workers 0" in left.err
+    assert f"running: {tmp_path / 'records'};" in left.err and "this run has none" in left.err
     assert "loader workers per process: 0" in left.out
     losses = [line["loss"] for line in alone.train_lines()]
     assert losses == [line["loss"] for line in left.train_lines()]
@@ -336,6 +336,30 @@ def test_samples_of_a_thread_are_fetched_by_the_process_that_has_it(tmp_path):
         task.write_text(f"from tqdm import tqdm\nSERVED = {served}{SERVED}")
         result = train("single", 1, "--task", task, *argv, folder=tmp_path / str(served))
         assert result.code == 0 and ("running: server; forked" in result.err) == served, result.err
+
+
+IMPORTED = """
+import concurrent.futures
+from task import *
+import {server}
+def build_datasets(args, digits=build_datasets):
+    pool = concurrent.futures.ThreadPoolExecutor(4)
+    list(pool.map(str, range(8)))  # the threads of the pool end with this function
+    return digits(args)
+"""
+
+
+def test_thread_of_an_imported_module_is_seen_by_a_second_run_too(tmp_path, capsys):
+    name = f"server_of_{tmp_path.name}"
+    server = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='{}').start()\n"
+    (tmp_path / f"{name}.py").write_text(server.format(name))
+    (tmp_path / "imports.py").write_text(IMPORTED.format(server=name))
+    (tmp_path / "alone.py").write_text(IMPORTED.format(server="os"))
+    for task, workers in (("alone", None), ("imports", 0), ("imports", 0)):
+        args = make_args("single", "--task", str(tmp_path / f"{task}.py"))
+        machinery.usertask.Task(args).build_datasets()
+        assert args.workers == workers, task
+        assert (f"running: {name}; forked" in capsys.readouterr().err) == (workers == 0)
 
 
 def test_check_runs_in_the_process_itself(monkeypatch):

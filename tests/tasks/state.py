@@ -48,6 +48,18 @@ class Passing(Layer):
         return self.gain.clone()
 
 
+class Renewed(Layer):
+    """Its cache, in no state dict, is another tensor in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.ones(1), persistent=False)
+
+    def factor(self, value):
+        self.cache = torch.ones(len(value))
+        return 1
+
+
 class Teacher(Layer):
     """Its parameter changes in each forward, as that of a mean teacher."""
 
@@ -155,6 +167,7 @@ KINDS = {
     "volume": Volume,
     "replaced": Replaced,
     "passing": Passing,
+    "renewed": Renewed,
     "teacher": Teacher,
     "counts": Counts,
     "unreadable": Unreadable,
