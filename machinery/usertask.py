@@ -443,8 +443,8 @@ def check_neighbours(
         for place, found in alone.items():
             one, other = found[name][0].item(), values[place].item()
             if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
-                advice = "keep padding out of the model and the loss, divide a sum over tokens by "
-                advice += "loss_weights, or use gather_samples"
+                advice = "keep padding out of the model and the loss; for a mean over tokens "
+                advice += "return sums, undivided, and define loss_weights; or use gather_samples"
                 advice = advice if "loss" in name else "use dataset_metrics for the whole set"
                 what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
                 raise UsageError(f"--task {task.path}: {what} {one:.6g} alone; {advice}")

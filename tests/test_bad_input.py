@@ -187,7 +187,7 @@ single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingE
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) of your own can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 0 is
 ddp 2 | --task TMP/loss-of-half.py --dtype float64 | alone; keep padding out of the model and the loss
-ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; keep padding out of the model and the loss, divide a sum over tokens by loss_weights, or use gather_samples
+ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; keep padding out of the model and the loss; for a mean over tokens return sums, undivided, and define loss_weights; or use gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | alone; use dataset_metrics for the whole set
 ddp 2 | --task TMP/model-looks-back.py --dtype float64 | alone; keep padding out of the model
 ddp 2 | --task TMP/model-of-one.py --dtype float64 | beside others, and nan alone; keep padding out
