@@ -37,7 +37,7 @@ def train_one_epoch(
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer, total)  # marks a step to skip: NaN, Inf, no weight
-        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # logged
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     val_loader = build_loader(val_set, val_sampler, device, *loading)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
 
-    # It starts threads, and a fork after that may hang: the loaders have forked before.
+    # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")

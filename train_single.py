@@ -32,7 +32,7 @@ def train_one_epoch(
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
         state.scaler.unscale_(state.optimizer, total)  # marks a step to skip: NaN, Inf, no weight
-        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # logged
+        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
         state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)

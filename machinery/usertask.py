@@ -134,20 +134,16 @@ class Task:
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
             raise UsageError(f"--task {self.path}: set_epoch of a data set is not called; {advice}")
         known = left_open[self.path]  # by the file's top, or an earlier run
-        if left := not_for_a_fork() - (before - known):
+        known |= not_for_a_fork() - before
+        if known:
             time.sleep(0.1)  # a thread may just be ending
-            left &= not_for_a_fork()
-        known.update(left)
+        left = ", ".join(sorted({name for _, name in known & not_for_a_fork()}))
         if left and self.args.workers != 0:
-            self._warn_of_fork(", ".join(sorted({name for _, name in left})))
+            advice = "forked loader workers cannot use it; make it in __getitem__"
+            if self.args.workers is None:
+                self.args.workers, advice = 0, f"{advice}. So this run has none; see --workers"
+            print0(f"warning: the task has left open or running: {left}; {advice}", file=sys.stderr)
         return train_set, val_set
-
-    def _warn_of_fork(self, left: str) -> None:
-        """Say what forked workers cannot use, and have none by default."""
-        advice = "forked loader workers cannot use it; make it in __getitem__"
-        if self.args.workers is None:
-            self.args.workers, advice = 0, f"{advice}. So this run has none; --workers N decides"
-        print0(f"warning: the task has left open or running: {left}; {advice}", file=sys.stderr)
 
     def build_net(self) -> nn.Module:
         """Return the model on the CPU, from --seed or --weights, with --freeze applied."""
@@ -250,7 +246,7 @@ class Task:
 def not_for_a_fork() -> set[tuple[Any, str]]:
     """Return (descriptor, path) of this process's open files, and (thread, name) of its threads.
 
-    Without memory-mapped files, which have no position. An earlier run may have the same file open.
+    Without memory-mapped files, which have no position. A path may be open twice.
     """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     mapped = Path("/proc/self/maps").read_text()  # as np.memmap

@@ -291,7 +291,8 @@ class Counted(torch.optim.SGD):
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
-            state.update(count=0) if not state else None
+            if not state:
+                state["count"] = 0
             state["count"] += 1
             parameter.data -= parameter.grad / state["count"]
 

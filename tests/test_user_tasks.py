@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from argparse import Namespace
 
 import numpy as np
@@ -339,22 +340,29 @@ def test_samples_of_a_thread_are_fetched_by_the_process_that_has_it(tmp_path):
 
 
 IMPORTED = """
-import concurrent.futures
+import threading
 from task import *
 import {server}
+end = threading.Event()
+ending = threading.Thread(target=end.wait, daemon=True)
 def build_datasets(args, digits=build_datasets):
-    pool = concurrent.futures.ThreadPoolExecutor(4)
-    list(pool.map(str, range(8)))  # the threads of the pool end with this function
+    ending.start()  # as those of a pool, which end soon after this function
     return digits(args)
 """
 
 
-def test_thread_of_an_imported_module_is_seen_by_a_second_run_too(tmp_path, capsys):
+def test_thread_of_an_imported_module_is_seen_by_a_second_run_too(tmp_path, capsys, monkeypatch):
     name = f"server_of_{tmp_path.name}"
     server = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True, name='{}').start()\n"
     (tmp_path / f"{name}.py").write_text(server.format(name))
     (tmp_path / "imports.py").write_text(IMPORTED.format(server=name))
     (tmp_path / "alone.py").write_text(IMPORTED.format(server="os"))
+
+    def sleep(seconds):  # so much later the other thread has ended
+        sys.modules[f"task_{task}"].end.set()
+        sys.modules[f"task_{task}"].ending.join(60)
+
+    monkeypatch.setattr(time, "sleep", sleep)
     for task, workers in (("alone", None), ("imports", 0), ("imports", 0)):
         args = make_args("single", "--task", str(tmp_path / f"{task}.py"))
         machinery.usertask.Task(args).build_datasets()
