@@ -25,7 +25,7 @@ from harness import (
 )
 from patches import BASE
 from short_runs import ODD
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import common
 import sampling
@@ -364,6 +364,37 @@ def test_repeated_samples_of_whole_batches_draw_differently():
     """They are fetched one by one, with one key, which a whole batch has."""
     values, indices = sampling.KeyedDataset(NoisyWholeBatches(), seed=3).__getitems__((1, [35, 38]))
     assert indices.tolist() == [5, 8] and not values[0].equal(values[1])
+
+
+class InMemory(NoisyPerSample):
+    """Inputs are nested; a batch says which samples its neighbours are."""
+
+    whole_batches = in_memory = True
+
+    def __getitems__(self, indices):
+        draws = torch.from_numpy(sampling.keyed_uniform(indices, 2))
+        return {"draws": [draws], "all": indices}, torch.tensor(indices)
+
+
+def test_worker_sends_several_steps_of_data_in_memory_at_once():
+    """Each micro-batch is still fetched by itself: a data set may pad it, or mix its samples."""
+    dataset, cpu = InMemory(), torch.device("cpu")
+    sampler = make_sampler(30, 3, accum_steps=2)  # micro-batches of two samples and one
+    loader = sampling.build_loader(dataset, sampler, cpu, 3, workers=1)
+    one_by_one = sampling.KeyedDataset(dataset, 3)
+    for epoch, step in ((0, 0), (1, 1)):
+        sampler.set_position(epoch, step)
+        requests, found = list(sampler), list(loader)
+        assert len(requests) == len(found) == len(loader) == 10 - step
+        messages = [len(steps) for steps in DataLoader.__iter__(loader)]
+        assert messages == [4, 4, 2 - step]
+        for request, micro_batches in zip(requests, found):
+            expected = one_by_one.__getitems__(request)
+            for (inputs, targets), (wanted, labels) in zip(micro_batches, expected, strict=True):
+                assert inputs["all"] == wanted["all"] == labels.tolist() == targets.tolist()
+                (draws,) = inputs["draws"]
+                assert draws.equal(wanted["draws"][0])
+                assert draws.data_ptr() % 64 == 0, "from elsewhere a kernel may round otherwise"
 
 
 def test_default_number_of_workers(monkeypatch):

@@ -18,6 +18,7 @@ def mutant(name: str, file: str, old: str, new: str, *tests: str) -> None:
 
 # Tests of three mutants or more
 AUGMENTED = "test_a_sample_is_augmented_alike_whoever_loads_it"
+SEVERAL = "test_worker_sends_several_steps_of_data_in_memory_at_once"
 AVERAGES = "test_ema_is_what_it_says"
 BITWISE = "test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one"
 BLAME = "test_end_of_a_run_is_told_by_the_rank_that_is_to_blame"
@@ -180,7 +181,8 @@ mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDatas
        "test_keyed_uniform_is_uniform_and_depends_on_everything")
 mutant("seeds: torch and numpy draw alike", "sampling", "np.random.seed(splitmix64(bits, 2) % 2**32)", "np.random.seed(bits % 2**32)", "test_generators_have_streams_of_their_own")
 mutant("balanced: repeats are augmented alike", "sampling", "order + length * times", "order", "test_sample_that_comes_again_is_augmented_anew")
-mutant("workers: eight for whole batches beside a GPU", "sampling", "elif in_memory and keyed.whole_batches:", "elif False:", "test_default_number_of_workers")
+mutant("workers: eight for whole batches beside a GPU", "sampling", "elif quick:", "elif False:", "test_default_number_of_workers")
+mutant("loader: a message for each step", "sampling", "BatchSampler(self.batch_sampler, 4,", "BatchSampler(self.batch_sampler, 1,", SEVERAL)
 mutant("subset: repeats are augmented alike", "sampling", "draw = times if self.whole_batches else number", "draw = times", "test_sample_that_comes_again_is_augmented_anew")
 mutant("data: files that are open go to workers", "machinery/usertask", "self.args.workers, advice = 0,", "self.args.workers, advice = None,", "test_file_that_a_task_leaves_open_is_read_by_one_process[build_datasets]")
 mutant("sync_buffers: views are sent as memory", "common", "buffer.contiguous().view(-1)", "buffer.view(-1)", "test_buffers_of_any_type_and_stride_are_sent")

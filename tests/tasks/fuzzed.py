@@ -117,7 +117,7 @@ class Ragged(Own):
 class NestedBatches(Nested):
     """The same for a data set that returns whole batches."""
 
-    whole_batches = True
+    whole_batches = in_memory = True
 
     def __getitems__(self, indices: list[int]) -> Any:
         images, labels = self.inner.__getitems__(indices)
