@@ -12,6 +12,7 @@ import ctypes
 import functools
 import math
 import multiprocessing.util
+import os
 import random
 import signal
 import sys
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
 
-from common import UsageError, get_rank, get_world_size, own_cores
+from common import UsageError, get_rank, get_world_size, own_cores, tree_map
 
 # ----------------------------------------------------------------------------------------- samplers
 
@@ -185,8 +186,8 @@ class KeyedDataset(Dataset):
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         if self.whole_batches and max(indices) < len(self.dataset):  # no sample is repeated
             KeyedDataset.key = splitmix64(self.seed, epoch, 0)
-            try:
-                return self.dataset.__getitems__(indices)
+            try:  # a copy: a data set may write its next batch into the same memory
+                return tree_map(torch.clone, self.dataset.__getitems__(indices))
             except Exception as error:
                 batch = self._one_by_one(epoch, indices)  # names a broken one, or replaces it
                 if isinstance(error, OSError):
@@ -300,6 +301,8 @@ def leave_signals_to_parent(*_: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:
+        os._exit(1)  # it was killed before
 
 
 def end_with_parent(number: int) -> None:

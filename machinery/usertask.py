@@ -244,13 +244,14 @@ class Task:
 
 
 def not_for_a_fork() -> set[tuple[Any, str]]:
-    """Return (descriptor, path) of this process's open files, and (thread, name) of its threads.
+    """Return (descriptor, path) of open files, pipes, sockets, and (thread, name) of threads.
 
     Without memory-mapped files, which have no position. A path may be open twice.
     """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     mapped = Path("/proc/self/maps").read_text()  # as np.memmap
-    found = {(link, os.path.realpath(link)) for link in links if os.path.isfile(link)}
+    opened = {(link, os.path.realpath(link)) for link in links}
+    found = {(n, p) for n, p in opened if os.path.isfile(n) or "/pipe:" in p or "/socket:" in p}
     # A fork has no thread but its own. That of tqdm, TMonitor, serves no sample.
     threads = {(t, t.name) for t in threading.enumerate() if not isinstance(t, TMonitor)}
     return threads | {(link, path) for link, path in found if f" {path}\n" not in mapped}

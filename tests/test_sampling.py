@@ -367,12 +367,14 @@ def test_repeated_samples_of_whole_batches_draw_differently():
 
 
 class InMemory(NoisyPerSample):
-    """Inputs are nested; a batch says which samples its neighbours are."""
+    """Inputs are nested, and in memory that the next batch uses too; a batch says which samples it has."""
 
     whole_batches = in_memory = True
+    memory = torch.zeros(3, 2, dtype=torch.float64)
 
     def __getitems__(self, indices):
-        draws = torch.from_numpy(sampling.keyed_uniform(indices, 2))
+        draws = self.memory[: len(indices)]
+        draws.copy_(torch.from_numpy(sampling.keyed_uniform(indices, 2)))
         return {"draws": [draws], "all": indices}, torch.tensor(indices)
 
 

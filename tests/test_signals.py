@@ -27,6 +27,29 @@ import machinery.process
 import machinery.run
 
 OPTIONS = f"--task {TASKS / 'small.py'} --batch-size 30 --epochs 10000 --log-every 6".split()
+ORPHAN = f"""
+import os, signal, sys
+sys.path.insert(0, "{ROOT}")
+import multiprocessing, torch, sampling
+
+class Late:
+    __len__ = lambda self: 10
+    def __getitem__(self, index):
+        return torch.zeros(1), 0
+
+started = sampling.leave_signals_to_parent
+def late(number):  # in the worker, just before it asks for a signal at its parent's death
+    os.kill(os.getppid(), signal.SIGKILL)
+    while os.getppid() == multiprocessing.parent_process().pid:
+        pass
+    started(number)
+    print("outlives its rank", flush=True)
+    os._exit(0)
+
+sampling.leave_signals_to_parent = late
+sampler = sampling.GlobalBatchSampler(Late(), 5, 0)
+list(sampling.build_loader(Late(), sampler, torch.device("cpu"), 0, workers=1))
+"""
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 0}
 # Of a launcher and a SLURM step around this one, half of them empty
 LEFT_OVER = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "other", "LAUNCH_PID": "1"}
@@ -403,3 +426,10 @@ def test_signal_in_pythons_last_clean_up_is_too_late():
     command = [sys.executable, "-c", LATE, str(int(USR1))]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_loader_worker_whose_rank_dies_as_it_starts_ends_too():
+    """Nothing would end it: the death that it asks to be told of has happened."""
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as rank:
+        out, _ = rank.communicate(timeout=60)  # until the worker has ended too
+    assert (rank.returncode, out) == (-signal.SIGKILL, b"")

@@ -289,7 +289,7 @@ def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
 
 
 def test_open_file_comes_with_a_warning(tmp_path, capsys):
-    """Workers that were asked for; a data set that an earlier run in this process has left; targets that open it."""
+    """Workers that were asked for; what an earlier run in this process has left; targets that open a file; a connection."""
     np.arange(40).tofile(tmp_path / "records")
     text = f"PATH = {str(tmp_path / 'records')!r}" + RECORDS
     late = text.replace('open(path, "rb"), n', "None, n") + (
@@ -297,10 +297,12 @@ def test_open_file_comes_with_a_warning(tmp_path, capsys):
         '        self.file = self.file or open(PATH, "rb")\n        return [0, 1] * 20\n'
         "def build_datasets(args):\n    return Late(PATH, 40), Late(PATH, 33)\n"
     )
-    kept = []
-    for source, options in ((text, "--workers 2"), (text, ""), (late, "--balanced")):
-        (tmp_path / "asked.py").write_text(source)
-        args = make_args("single", "--task", str(tmp_path / "asked.py"), *options.split())
+    socket = text.replace('open(path, "rb"), n', '__import__("socket").socketpair(), n')
+    kept, asked = [], ((text, "--workers 2"), (text, ""), (late, "--balanced"), (socket, ""))
+    for source, options in asked:
+        task = tmp_path / f"asked{len(source)}.py"
+        task.write_text(source)
+        args = make_args("single", "--task", str(task), *options.split())
         kept.append(machinery.usertask.Task(args).build_datasets())
         assert args.workers == (2 if "2" in options else 0), options
         assert "forked loader workers cannot use it" in capsys.readouterr().err
