@@ -302,7 +302,7 @@ def leave_signals_to_parent(*_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
     if os.getppid() != multiprocessing.parent_process().pid:
-        os._exit(1)  # it was killed before
+        os._exit(1)  # it was killed before. is_alive() asks a pipe that other workers hold open
 
 
 def end_with_parent(number: int) -> None:

@@ -289,7 +289,7 @@ def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
 
 
 def test_open_file_comes_with_a_warning(tmp_path, capsys):
-    """Workers that were asked for; what an earlier run in this process has left; targets that open a file; a connection."""
+    """Workers that were asked for; what an earlier run in this process has left; targets that open a file; a socket; a pipe."""
     np.arange(40).tofile(tmp_path / "records")
     text = f"PATH = {str(tmp_path / 'records')!r}" + RECORDS
     late = text.replace('open(path, "rb"), n', "None, n") + (
@@ -298,8 +298,11 @@ def test_open_file_comes_with_a_warning(tmp_path, capsys):
         "def build_datasets(args):\n    return Late(PATH, 40), Late(PATH, 33)\n"
     )
     socket = text.replace('open(path, "rb"), n', '__import__("socket").socketpair(), n')
-    kept, asked = [], ((text, "--workers 2"), (text, ""), (late, "--balanced"), (socket, ""))
-    for source, options in asked:
+    pipe = "import os\n" + text.replace(
+        'open(path, "rb"), n', "[open(end, mode) for end, mode in zip(os.pipe(), 'rw')], n"
+    )
+    kept, asked = [], [(text, "--workers 2"), (text, ""), (late, "--balanced")]
+    for source, options in [*asked, (socket, ""), (pipe, "")]:
         task = tmp_path / f"asked{len(source)}.py"
         task.write_text(source)
         args = make_args("single", "--task", str(task), *options.split())

@@ -18,7 +18,6 @@ def mutant(name: str, file: str, old: str, new: str, *tests: str) -> None:
 
 # Tests of three mutants or more
 AUGMENTED = "test_a_sample_is_augmented_alike_whoever_loads_it"
-SEVERAL = "test_worker_sends_several_steps_of_data_in_memory_at_once"
 AVERAGES = "test_ema_is_what_it_says"
 BITWISE = "test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one"
 BLAME = "test_end_of_a_run_is_told_by_the_rank_that_is_to_blame"
@@ -182,11 +181,14 @@ mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDatas
 mutant("seeds: torch and numpy draw alike", "sampling", "np.random.seed(splitmix64(bits, 2) % 2**32)", "np.random.seed(bits % 2**32)", "test_generators_have_streams_of_their_own")
 mutant("balanced: repeats are augmented alike", "sampling", "order + length * times", "order", "test_sample_that_comes_again_is_augmented_anew")
 mutant("workers: eight for whole batches beside a GPU", "sampling", "elif quick:", "elif False:", "test_default_number_of_workers")
-mutant("loader: batches in memory that is used again", "sampling", "tree_map(torch.clone, self.dataset.__getitems__(indices))", "self.dataset.__getitems__(indices)", SEVERAL)
-mutant("data: sockets that are open go to workers", "machinery/usertask", ' or "/pipe:" in p or "/socket:" in p', "", "test_open_file_comes_with_a_warning")
+mutant("loader: batches in memory that is used again", "sampling", "tree_map(torch.clone, self.dataset.__getitems__(indices))", "self.dataset.__getitems__(indices)",
+       "test_worker_sends_several_steps_of_data_in_memory_at_once")
+mutant("data: sockets that are open go to workers", "machinery/usertask", ' or "/socket:" in p', "", "test_open_file_comes_with_a_warning")
+mutant("data: pipes that are open go to workers", "machinery/usertask", ' or "/pipe:" in p', "", "test_open_file_comes_with_a_warning")
 mutant("loader: a worker outlives a rank that dies as it starts", "sampling", "if os.getppid() != multiprocessing.parent_process().pid:", "if False:",
        "test_loader_worker_whose_rank_dies_as_it_starts_ends_too")
-mutant("loader: a message for each step", "sampling", "BatchSampler(self.batch_sampler, 4,", "BatchSampler(self.batch_sampler, 1,", SEVERAL)
+mutant("loader: a message for each step", "sampling", "BatchSampler(self.batch_sampler, 4,", "BatchSampler(self.batch_sampler, 1,",
+       "test_worker_sends_several_steps_of_data_in_memory_at_once")
 mutant("subset: repeats are augmented alike", "sampling", "draw = times if self.whole_batches else number", "draw = times", "test_sample_that_comes_again_is_augmented_anew")
 mutant("data: files that are open go to workers", "machinery/usertask", "self.args.workers, advice = 0,", "self.args.workers, advice = None,", "test_file_that_a_task_leaves_open_is_read_by_one_process[build_datasets]")
 mutant("sync_buffers: views are sent as memory", "common", "buffer.contiguous().view(-1)", "buffer.view(-1)", "test_buffers_of_any_type_and_stride_are_sent")
