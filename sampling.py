@@ -8,6 +8,7 @@ changes nothing. This file imports common.py alone, so that you can copy the two
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from common import UsageError, get_rank, get_world_size, own_cores, tree_map
 
@@ -155,6 +156,9 @@ class KeyedDataset(Dataset):
     of data sets with `whole_batches = True` returns a ready batch from `__getitems__`. It must draw
     with keyed_uniform and sample_key, which also work behind a wrapper like Subset.
 
+    By default an accelerator makes the batches of such a class if it is `in_memory` too, and itself
+    has a method `to(device)`, which returns a copy that lies there.
+
     A sample that cannot be read ends the run; with `skip_corrupt` the next one takes the place of
     one that raises OSError.
     """
@@ -175,9 +179,7 @@ class KeyedDataset(Dataset):
         # Ask the class: an instance may pass unknown names on to the data set that it wraps.
         self.whole_batches = not collate and getattr(type(dataset), "whole_batches", False)
 
-    def __getitems__(self, request: tuple[int, list] | list) -> Any:
-        if isinstance(request, list):  # of StepLoader
-            return [self.__getitems__(step) for step in request]
+    def __getitems__(self, request: tuple[int, list]) -> Any:
         epoch, indices = request  # of a sampler
         if isinstance(indices[0], list):
             return [self._batch(epoch, micro_batch) for micro_batch in indices]
@@ -227,24 +229,6 @@ def stack(samples: list) -> Any:
         raise RuntimeError(f"{error}; {advice}") from error
 
 
-class StepLoader(DataLoader):
-    """Yields the micro-batches of each step; its workers send those of four steps at once.
-
-    A message costs this process most of a millisecond, be it long or short.
-    """
-
-    @property
-    def _index_sampler(self) -> BatchSampler:  # private in torch, tested with 2.8 to 2.14
-        return BatchSampler(self.batch_sampler, 4, drop_last=False)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[list]:
-        for steps in super().__iter__():
-            yield from steps
-
-
 def build_loader(
     dataset: Dataset,
     sampler: Sampler,
@@ -261,21 +245,23 @@ def build_loader(
     """
     keyed = KeyedDataset(dataset, seed, skip_corrupt, collate)
     in_memory = getattr(dataset, "in_memory", False)
-    quick = in_memory and keyed.whole_batches  # a batch takes less time than its message
     if workers is None:
         workers = min(8, own_cores())
         if in_memory and device.type == "cpu":
             workers = 0
-        elif quick:
+        elif in_memory and keyed.whole_batches:
             workers = 1  # this process has kernels to launch; more workers would disturb it more
-    options: dict[str, Any] = {"pin_memory": device.type != "cpu"}
+            # A subclass may have other tensors. Samples that repeat are fetched one by one.
+            if "to" in vars(type(dataset)) and getattr(sampler, "classes", None) is None:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    keyed.dataset = dataset.to(device)  # no worker has to send its batches
+                    workers = 0
+    options: dict[str, Any] = {"pin_memory": device.type != "cpu" and keyed.dataset is dataset}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": leave_signals_to_parent}
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
-    together = workers and quick and isinstance(sampler, GlobalBatchSampler)
-    kind = StepLoader if together else DataLoader
-    loader = kind(keyed, batch_sampler=sampler, num_workers=workers, **options)
+    loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
         start_workers(loader)
     return loader
@@ -285,7 +271,7 @@ def start_workers(loader: DataLoader) -> None:
     """Start the workers of a loader, and have them end when this process exits."""
     sampler = loader.batch_sampler
     steps, sampler.steps = sampler.steps, ()  # the iterator starts the workers, and fetches nothing
-    processes = DataLoader.__iter__(loader)._workers  # private in torch, tested with 2.8 to 2.14
+    processes = iter(loader)._workers  # private in torch, tested with 2.8 to 2.14
     sampler.steps = steps
     # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. Weak
     # references, as a notebook's next run must not keep these workers, nor their pipes.

@@ -141,7 +141,8 @@ flag("--skip-corrupt", MAY_CHANGE,
 flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
 option("--workers", whole, "N", None, FREE,
        "loader processes per device (default: its cores, at most 8; for a data set that is "
-       "`in_memory`, as the digits are, 0 on a CPU, 1 beside a GPU if it has `whole_batches`)")
+       "`in_memory`, as the digits are, 0 on a CPU; on a GPU 1 if it has `whole_batches`, and 0 if "
+       "it can lie there)")
 
 headlines.append("model")
 option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")

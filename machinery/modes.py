@@ -36,11 +36,7 @@ class WithLoss(nn.Module):
         before = dict(self.net.named_buffers())
         with autocast(self.device, self.amp):  # nn.DataParallel's threads forget the chosen dtype
             outputs = self.net(inputs)
-            try:
-                losses = self.task.per_sample_loss(outputs, targets)
-            except SystemExit as error:  # it would end the thread of this replica alone
-                left = f"the run was left before its end, by sys.exit({error.code!r})"
-                raise RuntimeError(left) from error
+            losses = self.task.per_sample_loss(outputs, targets)
         new = {name for name, buffer in self.net.named_buffers() if buffer is not before.get(name)}
         if new and (lost := new & self.net.state_dict().keys()):  # the others are caches
             problem = f"the forward puts a new tensor in the place of {', '.join(sorted(lost))}"

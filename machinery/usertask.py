@@ -99,6 +99,8 @@ class Task:
             problem = f"must define {', '.join(NEEDED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
+        self.per_sample_loss = self.functions["per_sample_loss"]
+        self.per_sample_metrics = self.functions["per_sample_metrics"]
         # Both are None if the task has no such function.
         self.collate = self.functions.get("collate")
         self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
@@ -198,10 +200,6 @@ class Task:
         """Return the modules that train_fsdp.py shards each for itself."""
         return self.functions.get("shard_modules", large_modules)(net)
 
-    def per_sample_loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the loss of each sample, [n]."""
-        return self.functions["per_sample_loss"](outputs, targets)
-
     def total_weight(self, micro_batches: list) -> int | Tensor:
         """Return what the losses of a step are divided by: the global batch size, or its weights.
 
@@ -220,10 +218,6 @@ class Task:
 
     def _weights(self, targets: Any) -> Tensor:
         return self.functions["loss_weights"](targets).to(getattr(torch, self.args.dtype))
-
-    def per_sample_metrics(self, outputs: Any, targets: Any) -> dict[str, Any]:
-        """Return the metrics of each sample, [n], and lists for `dataset_metrics`."""
-        return self.functions["per_sample_metrics"](outputs, targets)
 
     @torch.no_grad()
     def train_metrics(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
@@ -489,5 +483,6 @@ def digest(keyed: KeyedDataset, indices: list[int]) -> str:
     """Return a hash of these samples as the first epoch has them."""
     batch = keyed.__getitems__((0, indices))
     # Clones, as a view would be hashed with all the memory behind it.
-    torch.save(common.tree_map(torch.clone, batch), file := io.BytesIO())
+    batch = common.tree_map(lambda value: value.cpu().clone(), batch)
+    torch.save(batch, file := io.BytesIO())
     return hashlib.sha256(file.getvalue()).hexdigest()[:12]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import fcntl
 import glob
 import os
@@ -220,11 +221,21 @@ class ImagesInMemory(Dataset):
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
         self.targets, self.flip = labels, flip
-        padded = F.pad(images, (shift,) * 4) if shift else images
+        self.padded = F.pad(images, (shift,) * 4) if shift else images
         side = tuple(images.shape[-2:])
         # All windows of the padded images: a view [N, C, 2 shift + 1, 2 shift + 1, H, W].
         view = np.lib.stride_tricks.sliding_window_view
-        self.windows = view(padded.numpy(), side, axis=(2, 3))
+        self.windows = view(self.padded.numpy(), side, axis=(2, 3))
+
+    def to(self, device: torch.device) -> ImagesInMemory:
+        """Return a copy that lies on the device, and makes its batches there."""
+        moved = copy.copy(self)
+        first = self.padded[:1] if self.padded.stride(0) == 0 else self.padded  # one for all labels
+        padded = first.to(device).expand_as(self.padded)
+        height, width = self.windows.shape[-2:]
+        moved.windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+        moved.targets = self.targets.to(device)
+        return moved
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -237,12 +248,19 @@ class ImagesInMemory(Dataset):
         draws = keyed_uniform(indices, 3)
         # The top and the left of each window, 0 to 2 shift.
         rows, columns = (draws[:, :2] * self.windows.shape[2]).astype(int).T
-        # numpy is faster here: it copies row by row, torch pixel by pixel.
-        images = self.windows[np.asarray(indices), :, rows, columns]
+        mirrored = draws[:, 2] < 0.5
+        if isinstance(self.windows, np.ndarray):
+            # On a CPU numpy is faster: it copies row by row, torch pixel by pixel.
+            images = self.windows[np.asarray(indices), :, rows, columns]
+            if self.flip:
+                images[mirrored] = images[mirrored, ..., ::-1]
+            return torch.from_numpy(images), self.targets[indices]
+        numbers = torch.from_numpy(np.stack([indices, rows, columns, mirrored]))
+        index, rows, columns, mirrored = numbers.to(self.targets.device, non_blocking=True)
+        images = self.windows[index, :, rows, columns]
         if self.flip:
-            mirrored = draws[:, 2] < 0.5
-            images[mirrored] = images[mirrored, ..., ::-1]
-        return torch.from_numpy(images), self.targets[indices]
+            images = torch.where(mirrored[:, None, None, None] > 0, images.flip(3), images)
+        return images, self.targets[index]
 
 
 # ------------------------------------------------------------------------------------------ models

@@ -91,12 +91,13 @@ def stop_after(step, rank):
 
 def wrap_in_task(name, wrapped):
     """Let `wrapped(original, *arguments)` stand for a function of the task in this process."""
-    original = getattr(machinery.usertask.Task, name)
+    make = machinery.usertask.Task.__init__
 
-    def method(self, *arguments):
-        return wrapped(functools.partial(original, self), *arguments)
+    def made(self, args):
+        make(self, args)
+        setattr(self, name, functools.partial(wrapped, getattr(self, name)))
 
-    setattr(machinery.usertask.Task, name, method)
+    machinery.usertask.Task.__init__ = made
 
 
 def on_rank_1(change, call, rank=None):

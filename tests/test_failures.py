@@ -124,14 +124,6 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
     assert result.code == 1 and "the run was left before its end" in result.err.splitlines()[-1]
 
 
-def test_replica_that_leaves_by_sys_exit_says_so():
-    """It is a thread, which would end alone; nn.DataParallel would have no output of it."""
-    task = SimpleNamespace(per_sample_loss=lambda *_: sys.exit(0))
-    model = machinery.modes.WithLoss(nn.Identity(), task, torch.device("cpu"), "off")
-    with pytest.raises(RuntimeError, match="the run was left before its end"):
-        model(torch.ones(1), torch.ones(1))
-
-
 def lose_a_rank(rank):
     def agreed(stop):
         raise RuntimeError("another rank is gone")

@@ -15,11 +15,14 @@ import common
 import machinery.modes
 import machinery.run
 import task
+from sampling import GlobalBatchSampler, build_loader
+from tasks.images import ImagesInMemory
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda"
 CONV = ("--epochs", "1", "--warmup-epochs", "0", "--log-every", "10")
 EXACT = (*CONV, "--dtype", "float64")
+SYNTHETIC = ("--task", "images", "--dataset", "synthetic")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +61,7 @@ def read_a_number(losses, k):
         ["--optimizer", "adamw", "--lr", "0.001"],
         ["--accum-steps", "2", "--clip-grad-norm", "1", "--channels-last"],
         ["--average", "ema"],
+        [*SYNTHETIC, "--image-size", "8", "--batch-size", "1000"],  # data that lie on the GPU
     ],
     ids=" ".join,
 )
@@ -181,6 +185,20 @@ def test_ranks_on_one_gpu_compute_what_one_of_them_computes(n, options, tmp_path
     assert one.code == many.code == 0, many.err
     assert deviation(many.gradients[0][0], one.gradients[0][0]) < 1e-10
     assert deviation(many.checkpoint()["model"], one.checkpoint()["model"]) < 1e-8
+
+
+def test_batches_made_on_the_gpu_are_those_of_the_cpu():
+    images, loaders = torch.randint(0, 256, (60, 3, 12, 9), dtype=torch.uint8), []
+    for device in (torch.device("cpu"), torch.device(GPU, 0)):
+        dataset = ImagesInMemory(images, torch.arange(60), shift=2, flip=True)
+        sampler = GlobalBatchSampler(dataset, 8, seed=1, accum_steps=2)
+        loaders.append(build_loader(dataset, sampler, device, seed=1))
+    for ours, theirs in zip(*loaders, strict=True):
+        for (images, labels), (moved, its_labels) in zip(ours, theirs, strict=True):
+            assert moved.device.type == its_labels.device.type == GPU
+            assert moved.cpu().equal(images) and its_labels.cpu().equal(labels)
+    cpu, gpu = (machinery.run.identity(loader.dataset, loader.dataset) for loader in loaders)
+    assert cpu == gpu, "a checkpoint of one is resumed on the other"
 
 
 def test_average_is_that_of_the_cpu(tmp_path):

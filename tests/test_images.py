@@ -16,6 +16,7 @@ from torchvision import models
 
 import common
 import machinery.usertask
+import sampling
 import tasks.images as task
 
 
@@ -49,6 +50,21 @@ def windows_in(image, shift):
             windows[window.numpy().tobytes()] = y, x, False
             windows[window.flip(-1).contiguous().numpy().tobytes()] = y, x, True
     return windows
+
+
+def test_images_in_memory_are_the_same_on_a_device():
+    """There torch makes the batches, elsewhere numpy."""
+    for images, different in (
+        (noise(20, 3, 7, 9), 20),
+        (noise(1, 3, 7, 9).expand(20, -1, -1, -1), 1),
+    ):
+        shift, flip = (2, True) if different > 1 else (0, False)
+        here = task.ImagesInMemory(images, torch.arange(20), shift, flip)
+        moved = here.to(torch.device("cpu"))
+        assert type(moved.windows) is not type(here.windows)
+        found = [sampling.KeyedDataset(d, 0).__getitems__((0, [*range(20)])) for d in (moved, here)]
+        assert all(ours.equal(theirs) for ours, theirs in zip(*found))
+        assert len(found[0][0].unique(dim=0)) == different and here.padded.equal(moved.padded)
 
 
 # --------------------------------------------------------------------------------- what is read

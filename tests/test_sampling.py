@@ -25,7 +25,7 @@ from harness import (
 )
 from patches import BASE
 from short_runs import ODD
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import common
 import sampling
@@ -371,6 +371,14 @@ class InMemory(NoisyPerSample):
 
     whole_batches = in_memory = True
     memory = torch.zeros(3, 2, dtype=torch.float64)
+    device = None  # of a copy
+
+    def to(self, device):
+        if device.type == "mps":
+            raise torch.OutOfMemoryError
+        moved = type(self)()
+        moved.device = device.type
+        return moved
 
     def __getitems__(self, indices):
         draws = self.memory[: len(indices)]
@@ -378,25 +386,20 @@ class InMemory(NoisyPerSample):
         return {"draws": [draws], "all": indices}, torch.tensor(indices)
 
 
-def test_worker_sends_several_steps_of_data_in_memory_at_once():
-    """Each micro-batch is still fetched by itself: a data set may pad it, or mix its samples."""
-    dataset, cpu = InMemory(), torch.device("cpu")
+class Inherits(InMemory):
+    pass
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_in_memory_that_is_used_again_stay_apart(workers):
     sampler = make_sampler(30, 3, accum_steps=2)  # micro-batches of two samples and one
-    loader = sampling.build_loader(dataset, sampler, cpu, 3, workers=1)
-    one_by_one = sampling.KeyedDataset(dataset, 3)
-    for epoch, step in ((0, 0), (1, 1)):
-        sampler.set_position(epoch, step)
-        requests, found = list(sampler), list(loader)
-        assert len(requests) == len(found) == len(loader) == 10 - step
-        messages = [len(steps) for steps in DataLoader.__iter__(loader)]
-        assert messages == [4, 4, 2 - step]
-        for request, micro_batches in zip(requests, found):
-            expected = one_by_one.__getitems__(request)
-            for (inputs, targets), (wanted, labels) in zip(micro_batches, expected, strict=True):
-                assert inputs["all"] == wanted["all"] == labels.tolist() == targets.tolist()
-                (draws,) = inputs["draws"]
-                assert draws.equal(wanted["draws"][0])
-                assert draws.data_ptr() % 64 == 0, "from elsewhere a kernel may round otherwise"
+    loader = sampling.build_loader(InMemory(), sampler, torch.device("cpu"), 3, workers)
+    batches = [inputs for micro_batches in loader for inputs, _ in micro_batches]
+    alone = sampling.KeyedDataset(InMemory(), 3)
+    for inputs, indices in zip(batches, [batch for _, step in sampler for batch in step]):
+        draws = alone.__getitems__((0, indices))[0]["draws"][0]
+        assert inputs["all"] == indices and inputs["draws"][0].equal(draws)
+    assert len(batches) == 20 and not batches[0]["draws"][0].equal(batches[2]["draws"][0])
 
 
 def test_default_number_of_workers(monkeypatch):
@@ -404,13 +407,21 @@ def test_default_number_of_workers(monkeypatch):
     monkeypatch.setattr(sampling, "own_cores", lambda: 3)
     digits, _ = task.build_datasets(make_args())
 
-    def workers(device, collate=None):
-        sampler = make_sampler(len(digits), 8)
-        loading = torch.device(device), 0, None, False, collate
-        return sampling.build_loader(digits, sampler, *loading).num_workers
+    def made(device, collate=None, dataset=digits, given=None, balanced=False):
+        sampler = sampling.GlobalBatchSampler(digits, 8, 0, 1, balanced)
+        loading = torch.device(device), 0, given, False, collate
+        loader = sampling.build_loader(dataset, sampler, *loading)
+        return loader.num_workers, getattr(loader.dataset.dataset, "device", None)
 
-    assert (workers("cpu"), workers("cuda")) == (0, 1)
-    assert (workers("cpu", list), workers("cuda", list)) == (0, 3), "one sample after the other"
+    assert (made("cpu")[0], made("cuda")[0]) == (0, 1)
+    assert (made("cpu", list)[0], made("cuda", list)[0]) == (0, 3), "one sample after the other"
+    data = InMemory()
+    assert made("cuda", None, data) == (0, "cuda"), "it makes the batches itself"
+    assert made("cpu", None, data) == (0, None) and made("cuda", list, data) == (3, None)
+    assert made("cuda", None, data, given=2) == (2, None)
+    assert made("cuda", None, data, balanced=True) == (1, None), "its repeats come one by one"
+    assert made("mps", None, data) == (1, None), "too large"
+    assert made("cuda", None, Inherits()) == (1, None), "it may have other tensors"
 
 
 KEEPS = f"""

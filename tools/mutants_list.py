@@ -180,15 +180,15 @@ mutant("augmentation: draws without the key", "sampling", "splitmix64(KeyedDatas
        "test_keyed_uniform_is_uniform_and_depends_on_everything")
 mutant("seeds: torch and numpy draw alike", "sampling", "np.random.seed(splitmix64(bits, 2) % 2**32)", "np.random.seed(bits % 2**32)", "test_generators_have_streams_of_their_own")
 mutant("balanced: repeats are augmented alike", "sampling", "order + length * times", "order", "test_sample_that_comes_again_is_augmented_anew")
-mutant("workers: eight for whole batches beside a GPU", "sampling", "elif quick:", "elif False:", "test_default_number_of_workers")
+mutant("workers: eight for whole batches beside a GPU", "sampling", "elif in_memory and keyed.whole_batches:", "elif False:", "test_default_number_of_workers")
 mutant("loader: batches in memory that is used again", "sampling", "tree_map(torch.clone, self.dataset.__getitems__(indices))", "self.dataset.__getitems__(indices)",
-       "test_worker_sends_several_steps_of_data_in_memory_at_once")
+       "test_batches_in_memory_that_is_used_again_stay_apart")
 mutant("data: sockets that are open go to workers", "machinery/usertask", ' or "/socket:" in p', "", "test_open_file_comes_with_a_warning")
-mutant("data: pipes that are open go to workers", "machinery/usertask", ' or "/pipe:" in p', "", "test_open_file_comes_with_a_warning")
 mutant("loader: a worker outlives a rank that dies as it starts", "sampling", "if os.getppid() != multiprocessing.parent_process().pid:", "if False:",
        "test_loader_worker_whose_rank_dies_as_it_starts_ends_too")
-mutant("loader: a message for each step", "sampling", "BatchSampler(self.batch_sampler, 4,", "BatchSampler(self.batch_sampler, 1,",
-       "test_worker_sends_several_steps_of_data_in_memory_at_once")
+mutant("loader: data that can move stay beside the GPU", "sampling", "keyed.dataset = dataset.to(device)", "pass", "test_default_number_of_workers")
+mutant("images: the mirror image is another on a device", "tasks/images", "images.flip(3), images)", "images, images.flip(3))",
+       "test_images_in_memory_are_the_same_on_a_device")
 mutant("subset: repeats are augmented alike", "sampling", "draw = times if self.whole_batches else number", "draw = times", "test_sample_that_comes_again_is_augmented_anew")
 mutant("data: files that are open go to workers", "machinery/usertask", "self.args.workers, advice = 0,", "self.args.workers, advice = None,", "test_file_that_a_task_leaves_open_is_read_by_one_process[build_datasets]")
 mutant("sync_buffers: views are sent as memory", "common", "buffer.contiguous().view(-1)", "buffer.view(-1)", "test_buffers_of_any_type_and_stride_are_sent")
