@@ -156,8 +156,8 @@ class KeyedDataset(Dataset):
     of data sets with `whole_batches = True` returns a ready batch from `__getitems__`. It must draw
     with keyed_uniform and sample_key, which also work behind a wrapper like Subset.
 
-    By default an accelerator makes the batches of such a class if it is `in_memory` too, and itself
-    has a method `to(device)`, which returns a copy that lies there.
+    Without --workers and --balanced an accelerator holds such a data set, and makes its batches, if
+    it is `in_memory` too, and its class, not a base class, defines `to(device) -> copy there`.
 
     A sample that cannot be read ends the run; with `skip_corrupt` the next one takes the place of
     one that raises OSError.
@@ -251,12 +251,13 @@ def build_loader(
             workers = 0
         elif in_memory and keyed.whole_batches:
             workers = 1  # this process has kernels to launch; more workers would disturb it more
-            # A subclass may have other tensors. Samples that repeat are fetched one by one.
+            # An inherited `to` may miss tensors. Samples that --balanced repeats come one by one.
             if "to" in vars(type(dataset)) and getattr(sampler, "classes", None) is None:
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    keyed.dataset = dataset.to(device)  # no worker has to send its batches
-                    workers = 0
-    options: dict[str, Any] = {"pin_memory": device.type != "cpu" and keyed.dataset is dataset}
+                with contextlib.suppress(torch.OutOfMemoryError):  # too large: it stays here
+                    keyed.dataset = dataset.to(device)
+                    workers = 0  # none has to send the batches
+    on_host = keyed.dataset is dataset  # what lies on the device cannot be pinned
+    options: dict[str, Any] = {"pin_memory": device.type != "cpu" and on_host}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": leave_signals_to_parent}

@@ -5,8 +5,8 @@ lines, tasks/ has others. The scripts know nothing of the problem, and a task no
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
                                          number, or a nested tuple, list or dict of them; anything
-                                         else needs `collate`. On a CPU a data set with
-                                         `in_memory = True` is loaded without workers
+                                         else needs `collate`. With `in_memory = True` there are
+                                         no workers on a CPU; for a GPU see sampling.KeyedDataset
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. A parameter after * gets the
                                          option of its name, here and in the metrics:

@@ -140,9 +140,9 @@ flag("--skip-corrupt", MAY_CHANGE,
        "replace a sample that cannot be read by the next one; else the run ends")
 flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
 option("--workers", whole, "N", None, FREE,
-       "loader processes per device (default: its cores, at most 8; for a data set that is "
-       "`in_memory`, as the digits are, 0 on a CPU; on a GPU 1 if it has `whole_batches`, and 0 if "
-       "it can lie there)")
+       "loader processes per device (default: its cores, at most 8; for data `in_memory` 0 on a "
+       "CPU, and with `whole_batches` 1 on a GPU, or 0 if they have `to`: then the GPU holds them, "
+       "which any N prevents)")
 
 headlines.append("model")
 option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")

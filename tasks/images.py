@@ -217,7 +217,7 @@ class ImagesInMemory(Dataset):
     """
 
     whole_batches = True  # a batch at once, augmented by the keys of its samples
-    in_memory = True  # loader workers would only copy
+    in_memory = True  # loader workers would only copy; a GPU can hold it, see `to`
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0, flip: bool = False) -> None:
         self.targets, self.flip = labels, flip
@@ -228,10 +228,11 @@ class ImagesInMemory(Dataset):
         self.windows = view(self.padded.numpy(), side, axis=(2, 3))
 
     def to(self, device: torch.device) -> ImagesInMemory:
-        """Return a copy that lies on the device, and makes its batches there."""
+        """Return a copy with images and labels on the device; the host keeps its own."""
         moved = copy.copy(self)
-        first = self.padded[:1] if self.padded.stride(0) == 0 else self.padded  # one for all labels
-        padded = first.to(device).expand_as(self.padded)
+        # --dataset synthetic repeats one image by `expand`: only that one is moved.
+        stored = self.padded[:1] if self.padded.stride(0) == 0 else self.padded
+        padded = stored.to(device).expand_as(self.padded)
         height, width = self.windows.shape[-2:]
         moved.windows = padded.unfold(2, height, 1).unfold(3, width, 1)
         moved.targets = self.targets.to(device)
@@ -255,11 +256,11 @@ class ImagesInMemory(Dataset):
             if self.flip:
                 images[mirrored] = images[mirrored, ..., ::-1]
             return torch.from_numpy(images), self.targets[indices]
-        numbers = torch.from_numpy(np.stack([indices, rows, columns, mirrored]))
-        index, rows, columns, mirrored = numbers.to(self.targets.device, non_blocking=True)
-        images = self.windows[index, :, rows, columns]
+        packed = torch.from_numpy(np.stack([indices, rows, columns, mirrored]))  # one copy
+        index, top, left, mirror = packed.to(self.targets.device, non_blocking=True).unbind()
+        images = self.windows[index, :, top, left]
         if self.flip:
-            images = torch.where(mirrored[:, None, None, None] > 0, images.flip(3), images)
+            images = torch.where(mirror.bool().view(-1, 1, 1, 1), images.flip(3), images)
         return images, self.targets[index]
 
 
