@@ -374,7 +374,7 @@ class InMemory(NoisyPerSample):
     device = None  # of a copy
 
     def to(self, device):
-        if device.type == "mps":
+        if device.type == "mps":  # as if this one had no room
             raise torch.OutOfMemoryError
         moved = type(self)()
         moved.device = device.type
