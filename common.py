@@ -385,12 +385,9 @@ def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = Fal
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
     own_names = {plain(name): name for name in own}
-    given = {}
-    for name, value in weights.items():
-        if name in own:
-            given[name] = value
-        else:
-            given.setdefault(own_names.get(plain(name), name), value)
+    others = [name for name in weights if name not in own]
+    given = {own_names.get(plain(name), name): weights[name] for name in others}
+    given |= {name: weights[name] for name in own if name in weights}  # the exact name wins
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -418,30 +415,21 @@ def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = Fal
 # ----------------------------------------------------------------------------------- optimization
 
 
-def build_sgd(params: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
-    options = {"weight_decay": decay, "nesterov": nesterov, **kernel}
-    return torch.optim.SGD(params, lr, momentum, **options)
-
-
-def build_adamw(params: list, lr: float, momentum: float, decay: float, nesterov: bool, **kernel):
-    return torch.optim.AdamW(params, lr, (momentum, 0.999), weight_decay=decay, **kernel)
-
-
-OPTIMIZERS = {"sgd": build_sgd, "adamw": build_adamw}
-
-
 def build_optimizer(
     net: nn.Module, name: str, lr: float, momentum: float, weight_decay: float, nesterov: bool
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of OPTIMIZERS over the parameters that train.
+    """Return sgd or adamw, by name, over the parameters that train.
 
     It is fused: one pass over the memory, and a skipped step costs no wait of the host. torch has
     no fused SGD for sharded parameters: there SGD takes a few operations over all of them.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    sharded = hasattr(parameters[0], "full_tensor")
-    kernels = "foreach" if sharded and name == "sgd" else "fused"
-    return OPTIMIZERS[name](parameters, lr, momentum, weight_decay, nesterov, **{kernels: True})
+    if name == "adamw":
+        betas = momentum, 0.999
+        return torch.optim.AdamW(parameters, lr, betas, weight_decay=weight_decay, fused=True)
+    kernels = {"foreach" if hasattr(parameters[0], "full_tensor") else "fused": True}
+    options = {"weight_decay": weight_decay, "nesterov": nesterov}
+    return torch.optim.SGD(parameters, lr, momentum, **options, **kernels)
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:

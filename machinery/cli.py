@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import OPTIMIZERS, SCHEDULES, USE_MARKS, UsageError, resolve_device_type
+from common import SCHEDULES, USE_MARKS, UsageError, resolve_device_type
 from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import blame, load_module, read_back
 
@@ -156,7 +156,7 @@ option("--accum-steps", positive, "N", 1, FIXED,
 option("--eval-batch-size", positive, "N", None, FIXED,
        "samples per forward in evaluation, at most an eighth of the set, rounded up "
        "(default: a micro-batch, at most 128)")
-option("--optimizer", list(OPTIMIZERS), None, "sgd", EVALUATED, "update rule")
+option("--optimizer", ["sgd", "adamw"], None, "sgd", EVALUATED, "update rule")
 option("--momentum", share, "X", 0.9, FIXED, "of sgd; the first beta of adamw")
 flag("--nesterov", FIXED, "Nesterov momentum, sgd only")
 option("--weight-decay", amount, "X", 1e-3, FIXED, "on every parameter")
@@ -420,7 +420,6 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Check that the named files and directories are there, and hold no other run."""
-    check_file("--task", args.task)
     if args.weights:
         check_file("--weights", args.weights)
     if args.resume not in (None, "auto"):

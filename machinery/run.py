@@ -210,17 +210,12 @@ class Run:
         due = self.save_every and state.global_step % self.save_every == 0
         # At the end of an epoch train_*.py itself saves; a run that was told to stop ends there.
         saves = not ends and (due or self.stopping)
-        if logs or saves:
-            self._end_if_diverged()
+        # To read the count is to wait for the device, as log lines and saves do anyway.
+        if (logs or saves) and state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
+            raise Stopped(3, f"diverged: {problem}, seen at step {state.global_step}")
         if saves:
             self.save("last.pt")
-
-    def _end_if_diverged(self) -> None:
-        # To read the number is to wait for the device: so only at log lines and saves, which wait
-        # anyway.
-        if self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            problem = f"{MAX_SKIPPED_IN_A_ROW} steps in a row had non-finite gradients"
-            raise Stopped(3, f"diverged: {problem}, seen at step {self.state.global_step}")
 
     def eval_model(self) -> nn.Module:
         """Return the network to evaluate: the average of the weights if there is one."""

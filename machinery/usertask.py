@@ -101,6 +101,7 @@ class Task:
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
         self.per_sample_loss = self.functions["per_sample_loss"]
         self.per_sample_metrics = self.functions["per_sample_metrics"]
+        self.shard_modules = self.functions.get("shard_modules", large_modules)
         # Both are None if the task has no such function.
         self.collate = self.functions.get("collate")
         self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
@@ -195,10 +196,6 @@ class Task:
             if any(hasattr(p, "full_tensor") and p._backward_hooks for p in net.parameters()):
                 raise UsageError(f"{where}: fsdp calls no hook of a parameter; use ddp")
         return optimizer
-
-    def shard_modules(self, net: nn.Module) -> list[nn.Module]:
-        """Return the modules that train_fsdp.py shards each for itself."""
-        return self.functions.get("shard_modules", large_modules)(net)
 
     def total_weight(self, micro_batches: list) -> int | Tensor:
         """Return what the losses of a step are divided by: the global batch size, or its weights.
