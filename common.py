@@ -217,8 +217,8 @@ def sync_buffers(net: nn.Module) -> None:
     names = [name for name, _ in net.named_parameters()]
     if different := [name for name, a, b in zip(names, largest, smallest) if a != b]:
         raise RuntimeError(
-            f"parameters differ between ranks: {', '.join(different[:5])}; "
-            "does every forward go through the DDP wrapper?"
+            f"parameters differ between ranks: {', '.join(different[:5])}; does torch draw them, "
+            "and does every forward go through the DDP wrapper?"
         )
 
 
@@ -539,7 +539,7 @@ class StepGuard:
         places: dict[torch.dtype, list] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
+                if name.endswith(("mean", "var", "num_batches_tracked")):  # as running_mean
                     places.setdefault(buffer.dtype, []).append((module._buffers, name))
         self.places = [*places.values()]
         self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
@@ -662,10 +662,11 @@ class WeightAverage(nn.Module):
     def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
         super().__init__()
         for module in net.modules() if enabled else ():
-            for hook in [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]:
-                cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            for function in [*hooks, *vars(module).values()]:
+                cells = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
                 if any(isinstance(held, (nn.Module, Tensor)) for held in cells):
-                    problem = f"a hook of {type(module).__name__} is a closure over a module"
+                    problem = f"a function in {type(module).__name__} is a closure over a module"
                     raise UsageError(f"--average: {problem}; its copy would share it: use a method")
         self.module = copy.deepcopy(net) if enabled else nn.Module()
         self.decay, self.enabled, self.n_averaged = decay, enabled, 0  # steps so far

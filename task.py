@@ -21,8 +21,8 @@ that compares samples takes those of all ranks from common.gather_samples. A tas
 
 collate(samples)                         (inputs, targets): a batch of a list of samples, which may
                                          have different sizes. It may hold lists, padded tensors, or
-                                         objects with `.to(device)`. It is called for each
-                                         micro-batch of each rank; the default stacks tensors
+                                         objects with `.to(device)`. Each rank calls it for each
+                                         micro-batch: do not draw in it. The default stacks tensors
 loss_weights(targets)                    Tensor [n]: valid tokens, pixels or boxes of each sample.
                                          The loss of a step is then the sum of per_sample_loss over
                                          the global batch / the sum of these weights. So

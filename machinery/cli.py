@@ -358,12 +358,14 @@ def check_nodes(args: argparse.Namespace) -> None:
 
 def check_devices(args: argparse.Namespace, mode: str, devices: int | None, launched: bool) -> None:
     """Translate srun's variables; count the devices, and check that they exist and get samples."""
-    by_srun = launched and take_ranks_of_slurm()
+    with blame("the variables of the launcher"):
+        by_srun = launched and take_ranks_of_slurm()
+        of_launcher = [int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if launched:
         follow_launcher()
-        here, world_size = (int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+        here, world_size = of_launcher
     else:
         if choice := {"dp": "replicas", "spawn": "nproc"}.get(mode):
             first, *others = getattr(args, choice) or [2 if device_type == "cpu" else available]

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
+import common
 from common import UsageError, autocast, batch_norms, gather_samples, to_device, tree_map
 from machinery.usertask import Task
 from sampling import seed_generators
@@ -155,6 +156,7 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise UsageError(f"the model: {name} has a hook, which its shards would lose; use ddp")
     refuse_lists(net)
+    common.sync_buffers(net)  # DDP does it by itself
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # What is left is small, and the backward begins with it: it is kept after the forward.

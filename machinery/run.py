@@ -87,6 +87,9 @@ class Run:
         self.meter = self.log.meter  # the loop adds to it
         self.data_options = [*data_options]
         self.data = identity(train_loader.dataset, val_loader.dataset)
+        if self.sampler.classes is not None:  # with --balanced the order follows from them
+            found = hashlib.sha256(self.sampler.classes.tobytes()).hexdigest()[:12]
+            self.data["hash of the targets of training samples"] = found
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal after which the next save is last
@@ -516,6 +519,9 @@ class RunFiles:
         except OSError as error:  # of a network, often
             problem = f"{directory} cannot be locked: {error.strerror}"
             print(f"warning: {problem}; let no other run write there", file=sys.stderr)
+        own = path and path.resolve().parent == directory.resolve()
+        if not own and not eval_only and any(directory.glob("*.pt")):
+            raise UsageError(f"--output-dir {directory}: filled by another run; name another one")
 
     def find_best(self, best: tuple[float, int]) -> bool:
         """Set `best_path` to a file of this score and epoch; return whether there is one."""

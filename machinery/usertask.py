@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import io
 import os
+import random
 import sys
 import threading
 import time
@@ -63,10 +64,12 @@ def blame(where: str, path: str | None = None) -> Iterator[str]:
         places = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError):
             places.append((error.filename, error.lineno))
+        advice = "; a module's parameter is used outside of it: leave it out of shard_modules"
+        advice = advice if "mixed torch.Tensor and DTensor" in str(error) else ""
         same = os.path.realpath(path or "")
         lines = [line for name, line in places if path and name and os.path.realpath(name) == same]
         line = f", line {lines[-1]}" if lines else ""
-        raise UsageError(f"{where}{line}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{where}{line}: {type(error).__name__}: {error}{advice}") from error
 
 
 def load_module(path: Path) -> ModuleType:
@@ -186,7 +189,7 @@ class Task:
             optimizer = self.functions["build_optimizer"](args, net)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 found = type(optimizer).__name__
-                raise UsageError(f"{where} must return an optimizer of torch.optim, got {found}")
+                raise UsageError(f"{where} must return one optimizer with groups, got {found}")
             inspect.signature(optimizer.step).bind()  # raises if it needs a closure: there is none
             parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
             trained = {id(p) for p in net.parameters() if p.requires_grad}
@@ -241,11 +244,12 @@ def not_for_a_fork() -> set[tuple[Any, str]]:
     """
     links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
     mapped = Path("/proc/self/maps").read_text()  # as np.memmap
-    opened = {(link, os.path.realpath(link)) for link in links}
-    found = {(n, p) for n, p in opened if os.path.isfile(n) or "/pipe:" in p or "/socket:" in p}
+    paths = {(link, os.path.realpath(link)) for link in links}
+    found = {(n, p) for n, p in paths if os.path.isfile(n) or "/pipe:" in p or "/socket:" in p}
     # A fork has no thread but its own. That of tqdm, TMonitor, serves no sample.
     threads = {(t, t.name) for t in threading.enumerate() if not isinstance(t, TMonitor)}
-    return threads | {(link, path) for link, path in found if f" {path}\n" not in mapped}
+    opened = Counter(path for _, path in found)  # a mapped file stays open too, once for each map
+    return threads | {f for f in found if opened[f[1]] > mapped.count(f" {f[1]}\n")}
 
 
 def check_tensors(net: nn.Module, where: str, mode: str) -> None:
@@ -317,7 +321,8 @@ def check_run(
     first, last = [*range(size)], [*range(range(0, n, size)[-1], n)]  # the last may be smaller
     for batch in first, last:
         check_samples(task, net, device, val.dataset, batch, meter, "evaluation")
-    check_neighbours(task, net, device, val.dataset, first)
+    mixed = random.Random(0).sample(range(n), min(n, args.eval_batch_size))  # a set may be sorted
+    check_neighbours(task, net, device, val.dataset, mixed)
     check_smallest_slice(task, net, device, train)
 
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
@@ -408,14 +413,14 @@ def check_neighbours(
         return {n: v.double().cpu() for n, v in found.items() if isinstance(v, Tensor)}
 
     in_batch, other_seed = values_of(indices, 0), values_of(indices, 1)
-    try:  # before any return: each forward of fsdp needs all ranks
-        # The last too: an LSTM that takes the batch for time changes it. And those of the lowest
-        # and the highest loss: some losses leave out one part of a batch.
-        losses = in_batch["loss"]
-        places = {0, len(indices) - 1, int(losses.argmin()), int(losses.argmax())}
-        alone = {place: values_of([indices[place]], 0) for place in places}
-    except Exception:  # a batch of one may never come
-        return
+    # The last too: an LSTM that takes the batch for time changes it. And those of the lowest and
+    # the highest loss: some losses leave out one part of a batch.
+    losses, n = in_batch["loss"], len(indices)
+    singles = [range(i, i + 1) for i in {0, n - 1, int(losses.argmin()), int(losses.argmax())}]
+    apart: dict[range, dict[str, Tensor]] = {}
+    for parts in singles, [range((n + 1) // 2)]:  # before any return: fsdp needs all ranks
+        with contextlib.suppress(Exception):  # a batch of one may never come
+            apart = apart or {part: values_of([indices[i] for i in part], 0) for part in parts}
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
     rough = 2**-8 if args.amp == "bf16" else 2**-11  # of fp16, and of TF32
     eps = torch.finfo(getattr(torch, args.dtype)).eps if precise else rough
@@ -427,15 +432,19 @@ def check_neighbours(
         # A metric like top1 may jump by rounding. One that draws may be equal by chance.
         if "loss" not in name and (draws or not precise):
             continue
-        rounding = eps**0.5 * values.abs().max()  # a loss near zero is a small difference
-        for place, found in alone.items():
-            one, other = found[name][0].item(), values[place].item()
+        # Weights are often sums in float32. A loss near zero is a small difference.
+        rounding = max(eps, 2**-23 if "weight" in name else 0) ** 0.5 * values.abs().max()
+        pairs = [pair for part, found in apart.items() for pair in zip(part, found[name].tolist())]
+        for place, one in pairs:
+            other = values[place].item()
             if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
-                advice = "keep padding out of the model and the loss; for a mean over tokens "
-                advice += "return sums, undivided, and define loss_weights; or use gather_samples"
+                advice = "keep padding out of the model and the loss; draw and mix in __getitem__, "
+                advice += "not in collate; for a mean over tokens return sums, undivided, and "
+                advice += "define loss_weights; a loss that compares samples needs gather_samples"
                 advice = advice if "loss" in name else "use dataset_metrics for the whole set"
                 what = f"{name} of sample {indices[place]} is {other:.6g} beside others, and"
-                raise UsageError(f"--task {task.path}: {what} {one:.6g} alone; {advice}")
+                less = "alone" if len(apart) > 1 else "in half of the batch"
+                raise UsageError(f"--task {task.path}: {what} {one:.6g} {less}; {advice}")
 
 
 @torch.no_grad()

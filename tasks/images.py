@@ -171,7 +171,8 @@ class Pictures(datasets.ImageFolder):
         beside = [e.name for e in os.scandir(folder) if e.is_file() or e.name.startswith(".")]
         left_out["beside the classes"] = len(beside)
         counts = ", ".join(f"{n} {kind}" for kind, n in left_out.items() if n) or "nothing"
-        found = f"{folder}: {len(self)} pictures, {len(classes)} classes; left out: {counts}"
+        kinds = f"{len(classes)} classes, as {classes[0]}"  # maybe they are of a level too high
+        found = f"{folder}: {len(self)} pictures, {kinds}; left out: {counts}"
         if empty := [classes[n] for n in sorted({*range(len(classes))} - {*self.targets})]:
             found += f"; classes without a picture: {len(empty)}, as {', '.join(empty[:5])}"
         if len(self) == 0 or (training and empty):

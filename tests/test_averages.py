@@ -102,5 +102,8 @@ def test_hook_that_holds_a_module_is_not_averaged():
     net[0].register_forward_hook(lambda *_: None)
     common.WeightAverage(net, 0.99)
     net[0].register_forward_hook(lambda module, inputs, outputs: net[1](outputs))
-    with pytest.raises(common.UsageError, match="a hook of Linear is a closure over a module"):
-        common.WeightAverage(net, 0.99)
+    own = nn.Linear(2, 2)
+    own.both = lambda inputs: net(inputs)  # for its forward
+    for closed in net, own:
+        with pytest.raises(common.UsageError, match="a function in Linear is a closure over a mod"):
+            common.WeightAverage(closed, 0.99)

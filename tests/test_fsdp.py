@@ -254,6 +254,23 @@ def shard_marked():
         machinery.modes.shard(net, [], mesh)
 
 
+def shard_unlike():
+    """What is drawn without a seed is another number on each rank."""
+    mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
+    net = nn.BatchNorm1d(4)
+    net.running_mean.fill_(torch.distributed.get_rank() + 1)
+    machinery.modes.shard(net, [], mesh)
+    assert net.running_mean.tolist() == [1] * 4, "of rank 0, as DDP does"
+    net = nn.Linear(4, 4)
+    net.bias.data.fill_(torch.distributed.get_rank())
+    with pytest.raises(RuntimeError, match="parameters differ between ranks: bias"):
+        machinery.modes.shard(net, [], mesh)
+
+
+def test_ranks_shard_the_same_network():
+    in_group(2, shard_unlike)
+
+
 def test_marks_on_parameters_stay_and_hooks_are_refused():
     """fully_shard makes new parameters."""
     in_group(2, shard_marked)

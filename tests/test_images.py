@@ -179,11 +179,11 @@ def test_what_is_no_picture_of_a_class_is_left_out_and_said(tmp_path, capfd):
     assert val_set.targets == [1, 1] and val_set.classes == train_set.classes == ["a", "b"]
     said = [line.removeprefix(str(tmp_path)) for line in capfd.readouterr().out.splitlines()]
     found, left = said[0].split("; left out: ")
-    assert found == "/train: 7 pictures, 2 classes"
+    assert found == "/train: 7 pictures, 2 classes, as a"
     wanted = {"2 hidden", "1 .heic", "2 .txt", "1 without a suffix", "2 beside the classes"}
     assert {*left.split(", ")} == wanted
     assert said[1:] == [
-        "/val: 2 pictures, 2 classes; left out: 1 beside the classes; classes without a picture: 1, as a"
+        "/val: 2 pictures, 2 classes, as a; left out: 1 beside the classes; classes without a picture: 1, as a"
     ]
 
 

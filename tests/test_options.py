@@ -307,6 +307,28 @@ def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
     make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))
 
 
+def test_directory_that_another_run_fills_meanwhile_is_refused(tmp_path):
+    text = (
+        "from task import *\nfrom task import build_datasets as both\ndef build_datasets(args):\n"
+    )
+    text += "    folder = Path(args.output_dir)\n    folder.mkdir()\n"
+    text += "    (folder / 'last.pt').write_text('of a finished run')\n    return both(args)\n"
+    (tmp_path / "late.py").write_text(text)
+    result = train("single", 1, "--task", tmp_path / "late.py", folder=tmp_path)
+    assert result.code == 2 and "filled by another run; name another one" in result.err
+    assert (result.folder / "last.pt").read_text() == "of a finished run"
+
+
+@pytest.mark.parametrize(
+    "launcher", [{"SLURM_STEP_NODELIST": "a"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "x"}]
+)
+def test_odd_variables_of_a_launcher_are_bad_input(launcher, monkeypatch):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(common.UsageError, match=r"^the variables of the launcher: "):
+        make_args("ddp")
+
+
 def test_name_of_a_task_is_a_file_in_tasks():
     for name in ("images", str(ROOT / "tasks" / "images.py")):
         args = make_args("single", "--task", name)

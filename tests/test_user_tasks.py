@@ -289,7 +289,7 @@ def test_file_that_a_task_leaves_open_is_read_by_one_process(place, tmp_path):
 
 
 def test_open_file_comes_with_a_warning(tmp_path, capsys):
-    """Workers that were asked for; what an earlier run in this process has left; targets that open a file; a socket; a pipe."""
+    """Workers that were asked for; what an earlier run in this process has left; targets that open a file; a socket; a pipe; a file that is mapped too."""
     np.arange(40).tofile(tmp_path / "records")
     text = f"PATH = {str(tmp_path / 'records')!r}" + RECORDS
     late = text.replace('open(path, "rb"), n', "None, n") + (
@@ -302,7 +302,8 @@ def test_open_file_comes_with_a_warning(tmp_path, capsys):
         'open(path, "rb"), n', "[open(end, mode) for end, mode in zip(os.pipe(), 'rw')], n"
     )
     kept, asked = [], [(text, "--workers 2"), (text, ""), (late, "--balanced")]
-    for source, options in [*asked, (socket, ""), (pipe, "")]:
+    mapped = text.replace('open(path, "rb"), n', 'open(path, "rb"), n; self.map = np.memmap(path)')
+    for source, options in [*asked, (socket, ""), (pipe, ""), (mapped, "")]:
         task = tmp_path / f"asked{len(source)}.py"
         task.write_text(source)
         args = make_args("single", "--task", str(task), *options.split())
@@ -407,21 +408,25 @@ def per_sample_metrics(outputs, targets): return {"minus_loss": -per_sample_loss
 """
 
 
-@pytest.mark.parametrize("case", ["rounding", "half precision", "noise"])
+@pytest.mark.parametrize("case", ["rounding", "half precision", "noise", "weights"])
 def test_check_takes_rounding_and_half_precision(case, tmp_path):
     """A loss near zero is a difference of two numbers; autocast takes inputs of any precision.
 
     A metric like top1 jumps where outputs are rounded to half precision, or drawn.
     """
     text, options = NEAR_ZERO.replace(".half()", ""), []
-    if case != "rounding":
+    if case in ("half precision", "noise"):
         text = text.replace("{", '{"hits": outputs[:, 0] * 0 + len(outputs), ')
     if case == "half precision":
         text, options = text.replace("torch.ones(1)", "torch.ones(1).half()"), ["--amp", "bf16"]
     if case == "noise":
         text = text.replace("1e-7 * len(x)", "torch.rand(len(x), 1)")
+    if case == "weights":  # sums in float32 of a run in float64
+        text = text.replace("torch.ones(1)", "torch.ones(1).double()").replace("1e-7", "0")
+        text += "def loss_weights(targets): return torch.full((len(targets),), 170.5) + 1e-5 * len(targets)"
+        options = ["--dtype", "float64"]
     (tmp_path / "near.py").write_text(text)
-    check("single", 1, "--task", str(tmp_path / "near.py"), "--batch-size", "2", *options)
+    check("single", 1, "--task", str(tmp_path / "near.py"), "--batch-size", "8", *options)
 
 
 def test_check_forgets_what_another_run_in_this_process_has_gathered(monkeypatch):
@@ -476,7 +481,7 @@ def test_optimizer_of_a_task_resumes(groups, tmp_path):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ("None", "must return an optimizer of torch.optim, got NoneType"),
+        ("None", "must return one optimizer with groups, got NoneType"),
         ("torch.optim.LBFGS(net.parameters())", "missing a required argument: 'closure'"),
         ("torch.optim.SGD(build_model(args).parameters())", "and no other; see also --freeze"),
         ("torch.optim.SGD(list(net.parameters())[1:])", "every parameter of the model that trains"),

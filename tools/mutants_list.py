@@ -65,7 +65,7 @@ mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total
 mutant("meter: weights ignored", "common", "totals.get(name + WEIGHT, count)", "count", METER)
 mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate")', "None", TOKENS)
 mutant("to_device: objects stay", "common", 'lambda value: hasattr(value, "to")', "torch.is_tensor", "test_what_has_to_is_moved")
-mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, val.dataset, first)", "pass",
+mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, val.dataset, mixed)", "pass",
        f"{REFUSED}[ddp-2 --task TMP/loss-of-all.py --dtype float64]")
 mutant("check: slices of one are not tried", "machinery/usertask", "check_smallest_slice(task, net, device, train)", "pass",
        f"{REFUSED}[single-1 --task TMP/norm.py --batch-size 2 --accum-steps 2]")
@@ -98,9 +98,9 @@ mutant("weights: NaN accepted", "common", "if bad:", "if False:", "test_weights_
 
 # common.py: the optimizer, the rate, the steps, the average
 
-mutant("optimizer: --weight-decay of AdamW ignored", "common", "(momentum, 0.999), weight_decay=decay", "(momentum, 0.999)", OPTIMIZER)
-mutant("optimizer: --weight-decay of SGD ignored", "common", '"weight_decay": decay,', "", OPTIMIZER)
-mutant("optimizer: --nesterov ignored", "common", '"nesterov": nesterov,', "", OPTIMIZER)
+mutant("optimizer: --weight-decay of AdamW ignored", "common", "betas, weight_decay=weight_decay", "betas", OPTIMIZER)
+mutant("optimizer: --weight-decay of SGD ignored", "common", '"weight_decay": weight_decay, ', "", OPTIMIZER)
+mutant("optimizer: --nesterov ignored", "common", ', "nesterov": nesterov', "", OPTIMIZER)
 mutant("learning rate: always scaled", "common", "[rule]", '["linear"]', f"{SCALE_LR}[ddp-none-1]")
 mutant("learning rate: root of N not taken", "common", '"sqrt": math.sqrt(devices)', '"sqrt": devices', f"{SCALE_LR}[ddp-sqrt-2]")
 mutant("warm-up: off by one", "common", "factor * (step + 1) / start", "factor * step / start", "test_warmup_rises_linearly_to_the_peak")
@@ -332,9 +332,9 @@ mutant("best: the first metric whatever is asked", "machinery/run", "best = self
 mutant("resume: each rank for itself", "machinery/run", "result, error = broadcast_object((result, error), self.patient)", "pass", "test_pitfall_31_rank_0_reads_and_decides")
 mutant("resume: sums of the log forgotten", "machinery/run", 'self.meter.restore(checkpoint["log"])', "pass", f"{BITWISE}[single-1-9]")
 mutant("average: never evaluated", "machinery/run", "if not self.state.average.n_averaged:", "if True:", AVERAGES)
-mutant("divergence: never ends", "machinery/run", "self.state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
+mutant("divergence: never ends", "machinery/run", "state.scaler.in_a_row >= MAX_SKIPPED_IN_A_ROW", "False", DIVERGED)
 mutant("divergence: another exit code", "machinery/run", 'raise Stopped(3, f"diverged: {problem}, seen', 'raise Stopped(1, f"diverged: {problem}, seen', DIVERGED)
-mutant("divergence: not seen at the end", "machinery/run", "if logs or saves:", "if (logs and not ends) or saves:", DIVERGED)
+mutant("divergence: not seen at the end", "machinery/run", "(logs or saves) and", "((logs and not ends) or saves) and", DIVERGED)
 mutant("stop: every rank by itself", "machinery/process", "number = int(reduced)", "pass", "test_stronger_signal_wins_on_whichever_rank")
 mutant("stop: only if all ranks were told", "machinery/process", "dist.ReduceOp.MAX, async_op", "dist.ReduceOp.MIN, async_op", "test_stronger_signal_wins_on_whichever_rank")
 mutant("stop: without saving", "machinery/run", "if self.files:\n            checkpoint |=", "if self.files and not self.stopping:\n            checkpoint |=",

@@ -21,7 +21,7 @@ def build_datasets(args):
 def per_sample_loss(outputs, targets):  # [n, 2, d]
     every, first = gather_samples(F.normalize(outputs, dim=2))
     a, b = every.unbind(1)
-    own = torch.arange(first, first + len(outputs), device=outputs.device)
+    own = torch.arange(first, first + len(outputs), device=outputs.device)  # not from 0
     forth = F.cross_entropy(a[own] @ b.T / 0.2, own, reduction="none")
     return (forth + F.cross_entropy(b[own] @ a.T / 0.2, own, reduction="none")) / 2
 
