@@ -16,6 +16,7 @@ import itertools
 import math
 import os
 import sys
+import types
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
@@ -385,8 +386,7 @@ def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = Fal
         return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
     own_names = {plain(name): name for name in own}
-    others = [name for name in weights if name not in own]
-    given = {own_names.get(plain(name), name): weights[name] for name in others}
+    given = {own_names.get(plain(n), n): value for n, value in weights.items() if n not in own}
     given |= {name: weights[name] for name in own if name in weights}  # the exact name wins
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
@@ -539,7 +539,7 @@ class StepGuard:
         places: dict[torch.dtype, list] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name.endswith(("mean", "var", "num_batches_tracked")):  # as running_mean
+                if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
                     places.setdefault(buffer.dtype, []).append((module._buffers, name))
         self.places = [*places.values()]
         self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
@@ -661,11 +661,13 @@ class WeightAverage(nn.Module):
 
     def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
         super().__init__()
+        own, empty = {*net.parameters(), *net.buffers(), *net.modules()}, types.CellType()
         for module in net.modules() if enabled else ():
             hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
             for function in [*hooks, *vars(module).values()]:
-                cells = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
-                if any(isinstance(held, (nn.Module, Tensor)) for held in cells):
+                cells = getattr(function, "__closure__", None) or ()
+                held = [cell.cell_contents for cell in cells if cell != empty]
+                if any(isinstance(value, (nn.Module, Tensor)) and value in own for value in held):
                     problem = f"a function in {type(module).__name__} is a closure over a module"
                     raise UsageError(f"--average: {problem}; its copy would share it: use a method")
         self.module = copy.deepcopy(net) if enabled else nn.Module()

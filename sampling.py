@@ -106,15 +106,17 @@ def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) 
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:
-    """Return int64 [len(dataset)]: the class of each sample, numbered from 0, from `targets`.
+    """Return int64 [len(dataset)]: the class of each sample, from `targets`.
 
+    Classes are numbered as they appear: an epoch depends on no names, which a set() may order.
     Raises UsageError if the data set has no list with one number or text per sample.
     """
     try:
         targets = np.asarray(dataset.targets)
         if targets.shape != (len(dataset),):
             raise ValueError(f"{list(targets.shape)} targets for {len(dataset)} samples")
-        return np.unique(targets, return_inverse=True)[1]
+        _, first, numbers = np.unique(targets, return_index=True, return_inverse=True)
+        return first.argsort().argsort()[numbers]
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         wanted = "a training set with `targets`, one number or text per sample, its class"
         raise UsageError(f"--balanced needs {wanted} ({type(error).__name__}: {error})") from error

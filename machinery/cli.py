@@ -336,7 +336,8 @@ def parse_args(
             read_back(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)
-    check_devices(args, mode, devices, launched)
+    with blame("the variables of the launcher"):  # numbers, and all of them
+        check_devices(args, mode, devices, launched)
     check_values(args, mode)
     try:
         check_files(args)
@@ -358,14 +359,12 @@ def check_nodes(args: argparse.Namespace) -> None:
 
 def check_devices(args: argparse.Namespace, mode: str, devices: int | None, launched: bool) -> None:
     """Translate srun's variables; count the devices, and check that they exist and get samples."""
-    with blame("the variables of the launcher"):
-        by_srun = launched and take_ranks_of_slurm()
-        of_launcher = [int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]
+    by_srun = launched and take_ranks_of_slurm()
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
     if launched:
         follow_launcher()
-        here, world_size = of_launcher
+        here, world_size = (int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     else:
         if choice := {"dp": "replicas", "spawn": "nproc"}.get(mode):
             first, *others = getattr(args, choice) or [2 if device_type == "cpu" else available]

@@ -87,9 +87,6 @@ class Run:
         self.meter = self.log.meter  # the loop adds to it
         self.data_options = [*data_options]
         self.data = identity(train_loader.dataset, val_loader.dataset)
-        if self.sampler.classes is not None:  # with --balanced the order follows from them
-            found = hashlib.sha256(self.sampler.classes.tobytes()).hexdigest()[:12]
-            self.data["hash of the targets of training samples"] = found
         self.files: RunFiles | None = None  # stays None on all ranks but 0
         self.stop: StopSignal | None = None  # stays None with --eval-only
         self.stopping: signal.Signals | None = None  # the signal after which the next save is last
@@ -519,7 +516,7 @@ class RunFiles:
         except OSError as error:  # of a network, often
             problem = f"{directory} cannot be locked: {error.strerror}"
             print(f"warning: {problem}; let no other run write there", file=sys.stderr)
-        own = path and path.resolve().parent == directory.resolve()
+        own = path and path.parent.resolve() == directory.resolve()
         if not own and not eval_only and any(directory.glob("*.pt")):
             raise UsageError(f"--output-dir {directory}: filled by another run; name another one")
 

@@ -321,8 +321,7 @@ def check_run(
     first, last = [*range(size)], [*range(range(0, n, size)[-1], n)]  # the last may be smaller
     for batch in first, last:
         check_samples(task, net, device, val.dataset, batch, meter, "evaluation")
-    mixed = random.Random(0).sample(range(n), min(n, args.eval_batch_size))  # a set may be sorted
-    check_neighbours(task, net, device, val.dataset, mixed)
+    check_neighbours(task, net, device, val)
     check_smallest_slice(task, net, device, train)
 
     if made := ", ".join(sorted(names_of_tensors(net, args.average) - tensors)):
@@ -392,17 +391,15 @@ def check_leaves(where: str, batch: Any, n: int) -> None:
 
 
 @torch.no_grad()
-def check_neighbours(
-    task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
-) -> None:
+def check_neighbours(task: Task, net: nn.Module, device: torch.device, val: DataLoader) -> None:
     """Raise UsageError if a loss, weight or metric of a sample depends on the rest of its batch.
 
     Another number of ranks would cut the batch elsewhere, and train another network.
     """
-    args = task.args
+    args, n = task.args, val.batch_sampler.length
 
     def values_of(samples: list[int], draw: int) -> dict[str, Tensor]:
-        inputs, targets = common.to_device(keyed.__getitems__((0, samples)), device)
+        inputs, targets = common.to_device(val.dataset.__getitems__((0, samples)), device)
         seed_rng(args.seed, -3, draw)
         with common.autocast(device, args.amp):
             outputs = net(inputs)
@@ -410,17 +407,23 @@ def check_neighbours(
             found |= task.per_sample_metrics(outputs, targets)
         for name in [name for name, value in found.items() if isinstance(value, tuple)]:
             found[name], found[f"weight of {name}"] = found[name]
-        return {n: v.double().cpu() for n, v in found.items() if isinstance(v, Tensor)}
+        return {n: v.double().cpu().view(-1) for n, v in found.items() if isinstance(v, Tensor)}
 
-    in_batch, other_seed = values_of(indices, 0), values_of(indices, 1)
+    indices = random.Random(0).sample(range(n), min(n, args.eval_batch_size))  # a set may be sorted
+    try:
+        in_batch = values_of(indices, 0)
+    except Exception:  # as images of many sizes, which come one by one
+        indices = [*range(val.batch_sampler.batch_size)]
+        in_batch = values_of(indices, 0)
+    other_seed = values_of(indices, 1)
     # The last too: an LSTM that takes the batch for time changes it. And those of the lowest and
     # the highest loss: some losses leave out one part of a batch.
     losses, n = in_batch["loss"], len(indices)
     singles = [range(i, i + 1) for i in {0, n - 1, int(losses.argmin()), int(losses.argmax())}]
-    apart: dict[range, dict[str, Tensor]] = {}
+    apart: list[tuple[range, dict[str, Tensor]]] = []
     for parts in singles, [range((n + 1) // 2)]:  # before any return: fsdp needs all ranks
         with contextlib.suppress(Exception):  # a batch of one may never come
-            apart = apart or {part: values_of([indices[i] for i in part], 0) for part in parts}
+            apart = apart or [(p, values_of([indices[i] for i in p], 0)) for p in parts]
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
     rough = 2**-8 if args.amp == "bf16" else 2**-11  # of fp16, and of TF32
     eps = torch.finfo(getattr(torch, args.dtype)).eps if precise else rough
@@ -434,8 +437,7 @@ def check_neighbours(
             continue
         # Weights are often sums in float32. A loss near zero is a small difference.
         rounding = max(eps, 2**-23 if "weight" in name else 0) ** 0.5 * values.abs().max()
-        pairs = [pair for part, found in apart.items() for pair in zip(part, found[name].tolist())]
-        for place, one in pairs:
+        for place, one in [pair for p, found in apart for pair in zip(p, found[name].tolist())]:
             other = values[place].item()
             if one != other and not abs(one - other) <= rounding:  # `not <=` is true of NaN
                 advice = "keep padding out of the model and the loss; draw and mix in __getitem__, "

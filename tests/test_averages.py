@@ -103,7 +103,10 @@ def test_hook_that_holds_a_module_is_not_averaged():
     common.WeightAverage(net, 0.99)
     net[0].register_forward_hook(lambda module, inputs, outputs: net[1](outputs))
     own = nn.Linear(2, 2)
-    own.both = lambda inputs: net(inputs)  # for its forward
+    own.both = lambda inputs: own.weight + inputs  # for its forward
+    plain, given = nn.Linear(2, 2), torch.ones(2)
+    plain.act = lambda inputs: nn.functional.gelu(net(inputs) + given)  # a teacher, a constant
+    common.WeightAverage(plain, 0.99)
     for closed in net, own:
         with pytest.raises(common.UsageError, match="a function in Linear is a closure over a mod"):
             common.WeightAverage(closed, 0.99)

@@ -187,19 +187,6 @@ def reversed_training(build_datasets):
     return training, evaluation
 
 
-def other_targets(rank):
-    """What --balanced draws by, in numbers of its own, as a `set` gives them: another order."""
-    number = (lambda target: -target) if rank else (lambda target: target)
-    wrap_in_task("build_datasets", functools.partial(numbered, number))
-
-
-def numbered(number, build_datasets):
-    training, evaluation = build_datasets()
-    part = torch.utils.data.Subset(training, range(len(training)))
-    part.classes, part.targets = evaluation.classes, [number(int(t)) for t in training.targets]
-    return part, evaluation
-
-
 def ranks(folder, *own, patch=None, common_options=()):
     """Two ranks of train_ddp.py, of which the second has options of its own; return their (exit code, stdout, stderr)."""
     with tempfile.TemporaryDirectory() as name:
@@ -223,13 +210,11 @@ def ranks(folder, *own, patch=None, common_options=()):
         ([], one_sample_fewer, "training samples is 203 on rank 0, but 202 on rank"),
         ([], other_order, "hash of training samples is "),
         ([], parameters_of_a_set, "the order of parameters is "),
-        (["--balanced"], other_targets, "hash of the targets of training samples is "),
     ],
-    ids=["seed", "training set", "order", "parameters", "targets"],
+    ids=["seed", "training set", "order", "parameters"],
 )
 def test_ranks_that_mean_different_runs_are_told(own, patch, words, tmp_path):
-    both = [option for option in own if option == "--balanced"]
-    for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch, common_options=both)):
+    for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):
         assert code == 2 and (i or words in err), err
     assert not (tmp_path / "run").exists()
 

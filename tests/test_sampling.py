@@ -256,6 +256,17 @@ def test_generators_have_streams_of_their_own():
         assert 2 <= sum(numbers[i] == numbers[j] for numbers in drawn) <= 30
 
 
+def test_balanced_order_does_not_depend_on_the_names_of_the_classes():
+    """A rank may have numbered them by a `set`."""
+
+    class Renamed(Labelled):
+        def __init__(self):
+            super().__init__()
+            self.targets = [f"class {-int(target)}" for target in self.targets]
+
+    assert balanced(dataset=Renamed) == balanced()
+
+
 def test_balanced_order_is_the_same_at_any_world_size():
     for world_size in (2, 3, 4):
         pieces = [balanced(rank, world_size) for rank in range(world_size)]

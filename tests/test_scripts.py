@@ -17,7 +17,7 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.cli
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
-OWN_LINES = 4790  # of the product: tests/, tools/, examples/ and two of the tasks are beside it
+OWN_LINES = 4792  # of the product: tests/, tools/, examples/ and two of the tasks are beside it
 PARTS = ("train_*.py", "task.py", "tasks/*.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 

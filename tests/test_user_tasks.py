@@ -429,6 +429,16 @@ def test_check_takes_rounding_and_half_precision(case, tmp_path):
     check("single", 1, "--task", str(tmp_path / "near.py"), "--batch-size", "8", *options)
 
 
+def test_check_takes_images_that_come_one_by_one(tmp_path):
+    """Of many sizes, so that only an evaluation batch of one can be made."""
+    text = NEAR_ZERO.replace(
+        "data * 20, data * 20", "data * 20, [(torch.ones(3, 1), torch.ones(1)), data[0]]"
+    )
+    text = text.replace(".half()", "").replace(".sum(1)", ".flatten(1).sum(1)")
+    (tmp_path / "sizes.py").write_text(text)
+    check("single", 1, "--task", str(tmp_path / "sizes.py"), "--batch-size", "8")
+
+
 def test_check_forgets_what_another_run_in_this_process_has_gathered(monkeypatch):
     monkeypatch.setattr(common.gather_samples, "used", False)
     common.gather_samples(torch.ones(2))

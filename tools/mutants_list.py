@@ -65,7 +65,7 @@ mutant("weights: an empty step is NaN", "machinery/usertask", "torch.where(total
 mutant("meter: weights ignored", "common", "totals.get(name + WEIGHT, count)", "count", METER)
 mutant("collate: of the task is not called", "machinery/usertask", 'self.functions.get("collate")', "None", TOKENS)
 mutant("to_device: objects stay", "common", 'lambda value: hasattr(value, "to")', "torch.is_tensor", "test_what_has_to_is_moved")
-mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, val.dataset, mixed)", "pass",
+mutant("check: neighbours are not asked", "machinery/usertask", "check_neighbours(task, net, device, val)", "pass",
        f"{REFUSED}[ddp-2 --task TMP/loss-of-all.py --dtype float64]")
 mutant("check: slices of one are not tried", "machinery/usertask", "check_smallest_slice(task, net, device, train)", "pass",
        f"{REFUSED}[single-1 --task TMP/norm.py --batch-size 2 --accum-steps 2]")
