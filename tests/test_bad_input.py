@@ -61,7 +61,6 @@ TASKS = {
     + "[torch.utils.data.Subset(part, part.targets.argsort().tolist()) for part in both(args)]\n",
     "loss-of-neighbours": LOSS  # one sample alone has no three
     + "(outputs - outputs.mean(0)).norm(dim=1).topk(3).values.sum() + outputs.sum(1)\n",
-    "optimizers": "def build_optimizer(args, net):\n    return [torch.optim.SGD(net.parameters())]\n",
     "weights-of-all": "def loss_weights(targets):\n    return (targets + 1) / (targets + 1).sum()\n",
     "data-packed": DATA
     + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n"
@@ -193,7 +192,7 @@ ddp 2 | --task TMP/short.py | build_model: DDP cannot send seen, torch.int16; ke
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
 single 1 | --task TMP/extra-state.py | get_extra_state of the model: UnpicklingError
 single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) of your own can join them
-ddp 2 | --task TMP/loss-of-all.py --dtype float64 | alone; keep padding out
+ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 197 is
 ddp 2 | --task TMP/loss-of-half.py --dtype float64 | alone; keep padding out of the model and the loss
 ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for a mean over tokens return sums, undivided, and define loss_weights; a loss that compares samples needs gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | alone; use dataset_metrics for the whole set
@@ -201,7 +200,7 @@ ddp 2 | --task TMP/model-looks-back.py --dtype float64 | alone; keep padding out
 ddp 2 | --task TMP/model-of-one.py --dtype float64 | beside others, and nan alone; keep padding out
 single 1 | --task TMP/loss-of-class.py --batch-size 16 | alone; keep padding out
 single 1 | --task TMP/loss-of-neighbours.py | in half of the batch; keep padding out
-ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample
+ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 197 is
 dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; use ddp or spawn, or pad in collate
 single 1 | --task TMP/norm.py --batch-size 2 --accum-steps 2 | --batch-size 2 leaves a device one sample of a micro-batch: ValueError: Expected more than 1 value per channel
 single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
