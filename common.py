@@ -219,7 +219,7 @@ def sync_buffers(net: nn.Module) -> None:
     if different := [name for name, a, b in zip(names, largest, smallest) if a != b]:
         raise RuntimeError(
             f"parameters differ between ranks: {', '.join(different[:5])}; does torch draw them, "
-            "and does every forward go through the DDP wrapper?"
+            "and does every forward go through the wrapper?"
         )
 
 
@@ -427,9 +427,9 @@ def build_optimizer(
     if name == "adamw":
         betas = momentum, 0.999
         return torch.optim.AdamW(parameters, lr, betas, weight_decay=weight_decay, fused=True)
-    kernels = {"foreach" if hasattr(parameters[0], "full_tensor") else "fused": True}
+    fused = not hasattr(parameters[0], "full_tensor")
     options = {"weight_decay": weight_decay, "nesterov": nesterov}
-    return torch.optim.SGD(parameters, lr, momentum, **options, **kernels)
+    return torch.optim.SGD(parameters, lr, momentum, **options, fused=fused, foreach=not fused)
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:

@@ -396,9 +396,9 @@ def check_neighbours(task: Task, net: nn.Module, device: torch.device, val: Data
 
     Another number of ranks would cut the batch elsewhere, and train another network.
     """
-    args, n = task.args, val.batch_sampler.length
+    args, every = task.args, range(val.batch_sampler.length)
 
-    def values_of(samples: list[int], draw: int) -> dict[str, Tensor]:
+    def values_of(samples: list[int], draw: int = 0) -> dict[str, Tensor]:
         inputs, targets = common.to_device(val.dataset.__getitems__((0, samples)), device)
         seed_rng(args.seed, -3, draw)
         with common.autocast(device, args.amp):
@@ -409,12 +409,12 @@ def check_neighbours(task: Task, net: nn.Module, device: torch.device, val: Data
             found[name], found[f"weight of {name}"] = found[name]
         return {n: v.double().cpu().view(-1) for n, v in found.items() if isinstance(v, Tensor)}
 
-    indices = random.Random(0).sample(range(n), min(n, args.eval_batch_size))  # a set may be sorted
-    try:
-        in_batch = values_of(indices, 0)
+    try:  # mixed, as a set may be sorted
+        indices = random.Random(0).sample(every, min(len(every), args.eval_batch_size))
+        in_batch = values_of(indices)
     except Exception:  # as images of many sizes, which come one by one
         indices = [*range(val.batch_sampler.batch_size)]
-        in_batch = values_of(indices, 0)
+        in_batch = values_of(indices)
     other_seed = values_of(indices, 1)
     # The last too: an LSTM that takes the batch for time changes it. And those of the lowest and
     # the highest loss: some losses leave out one part of a batch.
@@ -423,7 +423,7 @@ def check_neighbours(task: Task, net: nn.Module, device: torch.device, val: Data
     apart: list[tuple[range, dict[str, Tensor]]] = []
     for parts in singles, [range((n + 1) // 2)]:  # before any return: fsdp needs all ranks
         with contextlib.suppress(Exception):  # a batch of one may never come
-            apart = apart or [(p, values_of([indices[i] for i in p], 0)) for p in parts]
+            apart = apart or [(p, values_of([indices[i] for i in p])) for p in parts]
     precise = args.dtype == "float64" or (args.amp == "off" and device.type == "cpu")
     rough = 2**-8 if args.amp == "bf16" else 2**-11  # of fp16, and of TF32
     eps = torch.finfo(getattr(torch, args.dtype)).eps if precise else rough
