@@ -100,21 +100,29 @@ def wrap_in_task(name, wrapped):
     machinery.usertask.Task.__init__ = made
 
 
-def on_rank_1(change, call, rank=None):
-    """Let `change(losses)` replace the losses of rank 1 in one step of the training, counted from 0.
-
-    `rank=None`, to be used before ranks are forked, asks at the time.
-    """
+def change_training_loss(change, rank):
+    """Let `change(losses, k)` replace the losses of the k-th forward in training, from 0, of this process."""
     calls = itertools.count()
 
     def per_sample_loss(original, outputs, targets):
         losses = original(outputs, targets)
         if not losses.requires_grad:  # of the check before a run, or of an evaluation
             return losses
-        return change(losses) if next(calls) == call and dist.get_rank() == 1 else losses
+        return change(losses, next(calls))
 
-    if rank in (1, None):
-        wrap_in_task("per_sample_loss", per_sample_loss)
+    wrap_in_task("per_sample_loss", per_sample_loss)
+
+
+def on_rank_1(change, call, rank=None):
+    """Let `change(losses)` replace the losses of rank 1 in one step of the training, counted from 0.
+
+    Without `rank`, to be used before ranks are forked, it asks at the time.
+    """
+
+    def changed(losses, k):
+        return change(losses) if k == call and dist.get_rank() == 1 else losses
+
+    change_training_loss(changed, rank)
 
 
 def set_environment(values, rank):
@@ -195,32 +203,8 @@ def call_in_task(name, at, function, rank_to_call=0, rank=0):
     wrap_in_task(name, watched)
 
 
-def change_training_loss(change, rank):
-    """Let `change(losses, k)` replace the losses of the k-th forward in training, from 0, of this process."""
-    calls = itertools.count()
-
-    def per_sample_loss(original, outputs, targets):
-        losses = original(outputs, targets)
-        if not losses.requires_grad:
-            return losses
-        return change(losses, next(calls))
-
-    wrap_in_task("per_sample_loss", per_sample_loss)
-
-
 def set_environment_of(monkeypatch):
     """Hand STOP_IN_EVALUATION, which the test has set, on to the processes of a run."""
     return functools.partial(
         set_environment, {"STOP_IN_EVALUATION": os.environ["STOP_IN_EVALUATION"]}
     )
-
-
-def change_what_replicas_gather(change):
-    """Let `change` return what the replicas of `dp` on the CPU gather, a list of losses."""
-    cat = torch.cat
-
-    def changed(outputs, *options, **more):
-        of_replicas = sys._getframe(1).f_code.co_filename.endswith("modes.py")
-        return cat(change(outputs) if of_replicas else outputs, *options, **more)
-
-    torch.cat = changed
