@@ -2,7 +2,6 @@
 
 import fcntl
 import functools
-import json
 import os
 import re
 import signal
@@ -138,39 +137,30 @@ def test_lost_rank_is_met_before_the_device_is_read(tmp_path):
 
 
 FAILED = machinery.process.FAILED
-HUNG = "maybe as it waited for process 0, which hung"
-TERM, INT, ABORTED = signal.SIGTERM, signal.SIGINT, -signal.SIGABRT
-ELSEWHERE = "a rank failed here, or a rank on another node was lost; start all nodes again with --resume auto"
+TERM, ABORTED = signal.SIGTERM, -signal.SIGABRT
 
 
 @pytest.mark.parametrize(
-    ("ended", "nnodes", "received", "expected"),
+    ("ended", "received", "expected"),
     [
-        ([0, 0], 1, [TERM], (0, "")),
-        ([143, 143], 1, [], (143, "")),
-        ([None, 2], 1, [], (2, "")),
-        ([3, FAILED], 1, [], (3, "")),
-        ([FAILED, FAILED, None], 1, [], (1, "")),  # who failed has told why
-        ([FAILED, -9, None], 1, [], (1, "process 1 was killed by SIGKILL")),
-        ([143, -9, 143], 1, [TERM], (143, "")),
-        ([-15, -15], 1, [TERM], (143, "stopped by SIGTERM with nothing new to save")),
-        ([-2, FAILED], 1, [INT], (130, "stopped by SIGINT with nothing new to save")),
-        ([FAILED, -15], 1, [], (1, "process 1 was killed by SIGTERM")),
-        ([FAILED, 7], 1, [], (1, "process 1 left before the end, with exit code 7")),
-        ([FAILED, 0], 1, [], (1, "process 1 left before the end, with exit code 0")),
-        ([0, 7], 1, [], (1, "process 1 left before the end, with exit code 7")),
-        ([FAILED, 0], 2, [], (1, ELSEWHERE)),
-        ([2, FAILED], 2, [], (2, "")),
-        ([ABORTED, FAILED], 1, [], (1, "")),  # NCCL aborts a rank that has lost another one
-        ([ABORTED, -9], 1, [], (1, "process 1 was killed by SIGKILL")),
-        ([0, ABORTED], 1, [], (1, "process 1 was killed by SIGABRT")),  # no other reason
-        ([0, -37], 1, [], (1, "process 1 was killed by signal 37")),  # one without a name
-        ([None, ABORTED], 1, [], (1, f"process 1 was killed by SIGABRT, {HUNG}")),
+        ([0, 0], [TERM], (0, "")),
+        ([143, 143], [], (143, "")),
+        ([None, 2], [], (2, "")),
+        ([3, FAILED], [], (3, "")),
+        ([FAILED, FAILED, None], [], (1, "")),  # who failed has told why
+        ([FAILED, -9, None], [], (1, "process 1 was killed by SIGKILL")),
+        ([143, -9, 143], [TERM], (143, "")),
+        ([-15, -15], [TERM], (143, "stopped by SIGTERM with nothing new to save")),
+        ([FAILED, -15], [], (1, "process 1 was killed by SIGTERM")),
+        ([FAILED, 0], [], (1, "process 1 left before the end, with exit code 0")),
+        ([0, 7], [], (1, "process 1 left before the end, with exit code 7")),
+        ([ABORTED, FAILED], [], (1, "")),  # NCCL aborts a rank that has lost another one
+        ([0, -37], [], (1, "process 1 was killed by signal 37")),  # one without a name
     ],
 )
-def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(ended, nnodes, received, expected):
+def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(ended, received, expected):
     """The others end for its sake, or have to be ended."""
-    assert machinery.launch.diagnose(ended, nnodes, received) == expected
+    assert machinery.launch.diagnose(ended, 1, received) == expected
 
 
 class Rank:
@@ -212,45 +202,6 @@ def test_refused_input_ends_the_other_ranks_at_once(monkeypatch):
     assert processes[1].killed and next(clock) < 10, "far from the end of GRACE"
 
 
-GONE = [  # of torch 2.6 and 2.15
-    "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection reset by peer [127.0.0.1]:4711. This is typically caused by",
-    "sendBytes failed on SocketImpl(fd=4, addr=[localhost]:4711, remote=[localhost]:4712): Broken pipe",
-    "NCCL error: remote process exited or there was a network error",
-]
-
-
-def test_lost_connection_is_one_to_another_rank():
-    assert all(machinery.process.LOST_CONNECTION.search(message) for message in GONE)
-    assert not machinery.process.LOST_CONNECTION.search("[Errno 104] Connection reset by peer"), (
-        "of the task's own, to a file server say"
-    )
-
-
-def lose_the_other_rank(launcher):
-    """Be a rank whose connection to another one breaks."""
-    os.environ.update({"RANK": "0", **launcher})
-
-    def main():
-        raise RuntimeError(
-            "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
-        )
-
-    return machinery.process.run_main(main)
-
-
-def test_rank_that_lost_another_leaves_in_silence_if_the_launcher_is_ours(tmp_path):
-    """The cause is what the other one said, or what the launcher says of it. torchrun would say nothing."""
-    ours, torchrun = [
-        functools.partial(lose_the_other_rank, launcher) for launcher in ({"LAUNCH_PID": "1"}, {})
-    ]
-    (code, out, err), (code_of_torchrun, _, err_of_torchrun) = run_processes(
-        [ours, torchrun], tmp_path
-    )
-    assert (code, out, err) == (FAILED, "", "")
-    assert code_of_torchrun == 1 and "Connection closed by peer" in err_of_torchrun.splitlines()[-1]
-
-
 FAULTY = (
     f"--task {TASKS / 'faulty.py'} --epochs 3 --batch-size 30 --save-every 4 --log-every 1".split()
 )
@@ -273,20 +224,15 @@ def test_exit_codes_of_ranks_are_seen_where_sigchld_is_ignored(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["raises", "is killed"])
-def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(fault, tmp_path):
+def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(tmp_path):
     """The last line tells the cause. The ranks of the second start meet elsewhere, and on this machine alone."""
-    environment = {"FAULT": fault, "FAULT_AT": faults.sample_at(1, 50)}
+    environment = {"FAULT": "is killed", "FAULT_AT": faults.sample_at(1, 50)}
     environment |= {"FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
     command = ["bash", "run.sh", "ddp", "2", *FAULTY]
     with Launch(command, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
         assert launch.end() == 1, launch.errors()
-        told = launch.errors()
+        assert launch.errors() == "train_ddp.py: process 1 was killed by SIGKILL\n"
     assert (tmp_path / "once").exists()
-    if fault == "raises":
-        assert told.endswith("RuntimeError: broken in the loss\n")
-    else:
-        assert told == "train_ddp.py: process 1 was killed by SIGKILL\n"
     again = [*command, "--resume", "auto"]
     with Launch(again, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
         assert launch.end() == 0, launch.errors()
@@ -311,46 +257,37 @@ def test_torchrun_starts_a_failed_run_again_as_the_readme_says(tmp_path):
 # -------------------------------------------------------------------------------- non-finite values
 
 
-def nan_in_third(losses, k):
-    return losses * float("nan") if k == 2 else losses
+def make_nan(steps, losses, k):
+    return losses * float("nan") if k in steps else losses
+
+
+def nan_in(*steps):
+    """A patch: the losses of these steps are NaN, counted from 0."""
+    return functools.partial(change_training_loss, functools.partial(make_nan, steps))
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("dp", 2), ("ddp", 2)])
 def test_nan_is_skipped_in_every_mode(mode, n, tmp_path):
-    patch = functools.partial(change_training_loss, nan_in_third)
-    result = train(mode, n, *BASE, "--epochs", "2", folder=tmp_path, patch=patch)
+    result = train(mode, n, *BASE, "--epochs", "2", folder=tmp_path, patch=nan_in(2))
     assert result.code == 0, result.err
     assert sum(line["skipped"] for line in result.train_lines()) == 1
     assert result.checkpoint()["global_step"] == 12
     assert all(tensor.isfinite().all() for tensor in result.checkpoint()["model"].values())
 
 
-def always_nan(losses, k):
-    return losses * float("nan")
+@pytest.mark.parametrize(("mode", "n", "first"), [("single", 1, 8), ("ddp", 2, 0)])
+def test_ten_skipped_steps_in_a_row_end_the_run(mode, n, first, tmp_path):
+    """Of one device the last ten of 18 steps, after which nothing would look at them."""
+    result = train(mode, n, *BASE, folder=tmp_path, patch=nan_in(*range(first, 18)))
+    assert result.code == 3 and "diverged: 10 steps in a row" in result.err
+    assert f"seen at step {first + 10}" in result.err
+    assert len(result.train_lines()) == first + 10, "the tenth ended it, after its line"
 
 
-def nan_from_ninth(losses, k):
-    return losses * float("nan") if k >= 8 else losses
-
-
-def nan_every_second(losses, k):
-    return losses * float("nan") if k % 2 else losses
-
-
-def test_ten_skipped_steps_in_a_row_end_the_run(tmp_path):
-    for mode, n in (("single", 1), ("ddp", 2)):
-        patch = functools.partial(change_training_loss, always_nan)
-        result = train(mode, n, *BASE, folder=tmp_path / mode, patch=patch)
-        assert result.code == 3 and "diverged: 10 steps in a row" in result.err
-        assert len(result.train_lines()) == 10  # the tenth ended it, after its line
-    patch = functools.partial(change_training_loss, nan_from_ninth)
-    result = train("single", 1, *BASE, folder=tmp_path / "late", patch=patch)
-    assert result.code == 3 and "seen at step 18" in result.err, "the last ten of 18 steps"
-    patch = functools.partial(change_training_loss, nan_every_second)
-    result = train(
-        "single", 1, *BASE, "--epochs", "4", folder=tmp_path / "every second", patch=patch
-    )
-    assert result.code == 0, result.err  # 12 of them, but not in a row
+def test_skipped_steps_that_are_not_in_a_row_end_no_run(tmp_path):
+    patch = nan_in(*range(1, 24, 2))
+    result = train("single", 1, *BASE, "--epochs", "4", folder=tmp_path, patch=patch)
+    assert result.code == 0, result.err
     assert sum(line["skipped"] for line in result.train_lines()) == 12
 
 
@@ -368,18 +305,9 @@ class Assigns(nn.BatchNorm1d):
         return value
 
 
-class AssignsData(nn.BatchNorm1d):
-    """Gives its statistics other memory, as older norms do."""
-
-    def forward(self, value):
-        value = super().forward(value)
-        for buffer in self.buffers():
-            buffer.data = buffer.data.clone()
-        return value
-
-
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, Assigns, AssignsData])
-@pytest.mark.parametrize("amp", ["off", "fp16"])
+@pytest.mark.parametrize(
+    ("amp", "norm"), [("off", nn.BatchNorm1d), ("off", Assigns), ("fp16", nn.BatchNorm1d)]
+)
 def test_skipped_step_leaves_no_trace_in_batchnorm(amp, norm):
     net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 1))
     args = make_args("single", "--amp", amp)
@@ -387,17 +315,21 @@ def test_skipped_step_leaves_no_trace_in_batchnorm(amp, norm):
     scaler, optimizer = guard_of(args, torch.device("cpu"), net), optimizer_of(args, net)
     assert held is net[1].running_mean, "the guard itself puts no other tensor there"
     seen = []
+
+    def make_step(inputs):
+        scaler.scale(net(inputs).sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return statistics(net)
+
     for poison in (0.0, 0.0, float("nan"), 0.0):
         before = statistics(net)
         assert before["1.num_batches_tracked"] == sum(seen), (
             "or a mean over all batches would count it"
         )
-        scaler.scale(net(torch.randn(8, 3) + poison).sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        after = statistics(net)
+        after = make_step(torch.randn(8, 3) + poison)
         assert all(buffer.isfinite().all() for buffer in after.values())
         seen.append(not after["1.running_mean"].equal(before["1.running_mean"]))
     assert seen == [True, True, False, True]
@@ -405,11 +337,8 @@ def test_skipped_step_leaves_no_trace_in_batchnorm(amp, norm):
     resumed = {name: buffer + 1 for name, buffer in statistics(net).items()}
     net.load_state_dict(resumed, strict=False)
     scaler.load_state_dict(scaler.state_dict())
-    scaler.scale(net(torch.full((8, 3), float("nan"))).sum()).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    assert statistics(net)["1.running_mean"].equal(resumed["1.running_mean"]), (
+    after = make_step(torch.full((8, 3), float("nan")))
+    assert after["1.running_mean"].equal(resumed["1.running_mean"]), (
         "as restored, not as before that"
     )
 
@@ -460,69 +389,41 @@ def check_drift():
 
 def check_signs():
     """A difference may be of either sign, or a NaN."""
-    for value in (
-        -1e300,
-        1e300,
-        float("nan"),
-        float("inf"),
-        -0.0,
-    ):  # the last has the smallest bits
-        for drifting in range(dist.get_world_size()):
-            net = make_net(torch.float64)
-            net[3].bias.data.zero_()
-            if dist.get_rank() == drifting:
-                net[3].bias.data[1] = value
-            assert "3.bias" in complaint(net), (value, drifting)
+    for value in (-1e300, 1e300, float("nan"), -0.0):  # the last has the smallest bits
+        net = make_net(torch.float64)
+        net[3].bias.data.zero_()
+        if dist.get_rank() == 1:
+            net[3].bias.data[1] = value
+        assert "3.bias" in complaint(net), value
     net = make_net(torch.float64)
     net[3].bias.data.fill_(float("nan"))
     assert complaint(net) == "", "the same NaN everywhere is no drift"
 
 
-def check_buffers():
-    """Of every kind: each rank gets those of rank 0."""
-    rank = dist.get_rank()
-    net = make_net(torch.float32)
-    net.register_buffer("mask", torch.tensor([rank == 0, rank == 1]), persistent=False)
-    net[1].running_mean.fill_(rank + 1.5)
-    net[1].running_var.fill_(rank + 2.5)
-    net[1].num_batches_tracked.fill_(rank + 7)
-    assert complaint(net) == ""
-    assert net[1].running_mean.tolist() == [1.5] * 4 and net[1].running_var.tolist() == [2.5] * 4
-    assert net[1].num_batches_tracked == 7 and net.mask.tolist() == [True, False]
-
-
 def check_all():
     check_drift()
     check_signs()
-    check_buffers()
 
 
 def test_drift_of_any_parameter_on_any_rank_is_named():
     in_group(3, check_all)
 
 
-def drift_in_epoch_2(name, rank):
+def drift_in_epoch_2(rank):
     """One number of rank 1 changes by about a billionth after the eighth of six steps an epoch."""
     end_step = machinery.run.Run.end_step
 
     def drifting(run, grad_norm):
         end_step(run, grad_norm)
         if run.state.global_step == 8 and rank == 1:
-            dict(run.state.net.named_parameters())[name].data.view(-1)[-1] += 1e-9
-        if rank == 1:
-            print("step", json.dumps(run.state.global_step))
+            run.state.net.last.bias.data[-1] += 1e-9
 
     machinery.run.Run.end_step = drifting
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "options"),
-    [("ddp", "last.bias", ()), ("spawn", "between.weight", ("--average", "ema"))],
-)
-def test_drift_ends_the_epoch_in_which_it_happened(mode, name, options, tmp_path):
-    argv = (*BASE, "--model", "batchnorm", *options)
-    result = train(mode, 2, *argv, folder=tmp_path, patch=functools.partial(drift_in_epoch_2, name))
-    assert result.code == 1 and f"parameters differ between ranks: {name}" in result.err, result.err
-    assert printed(result.out, "step")[-1] == 12
-    assert result.checkpoint()["epoch"] == 1 or result.checkpoint()["step"] == 6
-    assert len(result.eval_lines()) == 1, "what differs is not evaluated"
+def test_drift_ends_the_epoch_in_which_it_happened(tmp_path):
+    result = train("ddp", 2, *BASE, folder=tmp_path, patch=drift_in_epoch_2)
+    assert result.code == 1 and "parameters differ between ranks: last.bias" in result.err
+    assert len(result.train_lines()) == 12 and len(result.eval_lines()) == 1, "nor evaluated"
+    saved = result.checkpoint()
+    assert (saved["epoch"], saved["step"]) == (1, 0), "nor saved"
