@@ -33,10 +33,8 @@ from torch import nn
 import common
 import machinery.cli
 import machinery.launch
-import machinery.modes
 import machinery.process
 import machinery.run
-import machinery.usertask
 
 
 def come_late(rank):
