@@ -90,7 +90,9 @@ def test_file_of_shards_holds_whole_plain_tensors(tmp_path):
         assert saved[part].keys() == wanted[part].keys()
         for name, value in wanted[part].items():
             assert type(saved[part][name]) is type(value)
-            assert torch.as_tensor(saved[part][name]).shape == torch.as_tensor(value).shape
+            found = torch.as_tensor(saved[part][name])
+            assert found.shape == torch.as_tensor(value).shape
+            assert found.untyped_storage().nbytes() == found.nbytes, "no padding of the shards"
     again = train("single", 1, *NET, "--average", "ema", "--eval-only", "--resume",
                   str(result.folder / "last.pt"), folder=tmp_path / "again")  # fmt: skip
     (line,) = again.eval_lines()
