@@ -3,13 +3,11 @@
 A patch is called in every process of a run, with its rank, before the script's `main`; see `harness.train`.
 """
 
-import contextlib
 import functools
 import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -150,22 +148,6 @@ def checked(rank):
 def without_speed(lines):
     """Lines of metrics.jsonl without what differs from run to run."""
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-
-
-def launch(*command, timeout=120, **environment):
-    """Run a real command; return (exit code, stdout, stderr). Nothing outlives the call."""
-    environment = {**os.environ, **environment}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        finally:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.terminate()  # torchrun hands it on to its workers
-                process.wait(35)
-            process.kill()
-    return process.returncode, out, err
 
 
 def spawn_launcher(argv, change=None, call=2):
