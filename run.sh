@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash run.sh MODE [N] [options]     MODE: single, dp, ddp, spawn or fsdp trains on N devices; plot draws runs; bench measures
-#                                    speed; test (options go to pytest), equivalence, mutants, faults and fuzz prove
+#                                    speed; test (options go to pytest), equivalence, faults and fuzz prove
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # Several machines: torchrun or srun, see docs/multinode.md
@@ -15,7 +15,7 @@ mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
   single | dp | ddp | spawn | fsdp | plot | bench) ;;
-  test | equivalence | mutants | faults | fuzz)
+  test | equivalence | faults | fuzz)
     needed+=("$here/tests/requirements-gpu.txt") # a machine with a GPU may reach no registry: it is asked for little
     [[ " $* " == *" -m gpu"* ]] || needed+=("$here/tests/requirements.txt")
     ;;
@@ -23,8 +23,8 @@ case $mode in
   "") usage >&2 || true; exit 2 ;;
   *)
     near=$(python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].lower(), sys.argv[2:], 1))' "$mode" \
-      single dp ddp spawn fsdp plot bench test equivalence mutants faults fuzz 2>/dev/null || true)
-    fail "unknown mode '$mode'${near:+ (did you mean $near?)}; use: bash run.sh single|dp|ddp|spawn|fsdp [N] [options], or bash run.sh plot|bench|test|equivalence|mutants|faults|fuzz"
+      single dp ddp spawn fsdp plot bench test equivalence faults fuzz 2>/dev/null || true)
+    fail "unknown mode '$mode'${near:+ (did you mean $near?)}; use: bash run.sh single|dp|ddp|spawn|fsdp [N] [options], or bash run.sh plot|bench|test|equivalence|faults|fuzz"
     ;;
 esac
 shift
@@ -71,11 +71,11 @@ fi
 export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
 export PYTHONHASHSEED=${PYTHONHASHSEED:-0} # a task that numbers the classes of a set() does so alike in every process
 case $mode in # what is proved is said of CPUs; tests marked gpu need the accelerator
-  test | equivalence | mutants | faults | fuzz) [[ " $* " == *" -m gpu"* ]] || export CUDA_VISIBLE_DEVICES="" ;;
+  test | equivalence | faults | fuzz) [[ " $* " == *" -m gpu"* ]] || export CUDA_VISIBLE_DEVICES="" ;;
 esac
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
-  equivalence | mutants | faults | fuzz) cd -- "$here" && exec "$python" "tools/$mode.py" "$@" ;;
+  equivalence | faults | fuzz) cd -- "$here" && exec "$python" "tools/$mode.py" "$@" ;;
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
 esac
 
