@@ -75,7 +75,8 @@ case $mode in # what is proved is said of CPUs; tests marked gpu need the accele
 esac
 case $mode in
   test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
-  equivalence | faults | fuzz) cd -- "$here" && exec "$python" "tools/$mode.py" "$@" ;;
+  equivalence) cd -- "$here" && exec "$python" tools/equivalence.py "$@" ;;
+  faults | fuzz) cd -- "$here" && exec "$python" "tests/campaigns/$mode.py" "$@" ;;
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
 esac
 

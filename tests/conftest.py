@@ -10,7 +10,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(TESTS), str(TESTS / "tasks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(TESTS / name) for name in ("", "tasks", "campaigns")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several tests run side by side
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would ignore it too
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):

@@ -1,4 +1,4 @@
-"""The faults of tools/faults.py in short, and that the campaign itself notices a loss."""
+"""The faults of tests/campaigns/faults.py in short, and that the campaign itself notices a loss."""
 
 import functools
 import itertools

@@ -306,7 +306,8 @@ def test_commands_files_and_links_of_the_pages_exist(name):
             machinery.cli.add_options_of_task(parser, argv)
             parser.parse_args(argv)
         elif mode != "test":  # whose options are those of pytest
-            program = (ROOT / "tools" / f"{mode}.py").read_text()
+            folder = "tests/campaigns" if mode in ("faults", "fuzz") else "tools"
+            program = (ROOT / folder / f"{mode}.py").read_text()
             assert all(f'"{name}"' in program for name in re.findall(r"--[a-z-]+", argv)), argv
 
 

@@ -1,4 +1,4 @@
-"""A random small problem, built from the parts that a specification names; tools/fuzz.py draws it.
+"""A random small problem, built from the parts that a specification names; tests/campaigns/fuzz.py draws it.
 
 A specification is a dict with some of the keys of `DEFAULTS`. The program writes one task file for
 each trial, which hands its specification to `make_task`.
