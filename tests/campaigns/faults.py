@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -55,6 +56,7 @@ ONE = [("single", 1), ("dp", 2)]
 SEVERAL = [("ddp", 2), ("ddp", 3), ("spawn", 2), ("spawn", 3), ("fsdp", 2), ("fsdp", 3)]
 EVERY = [*ONE, ("ddp", 1), *SEVERAL]
 FAILURE = set(range(1, 256))
+OUTCOMES = ("survived", "after the end", "lost")  # the second: the fault came too late to matter
 
 
 # -------------------------------------------------------------------------------------- the faults
@@ -217,7 +219,7 @@ def watch(trial: Trial) -> None:
 
 
 class Fault(NamedTuple):
-    """A row of the table."""
+    """What is done to a run, and how it must end."""
 
     name: str
     inflict: Callable[[Trial, Launch], bool]
@@ -320,7 +322,7 @@ class Trial:
         return self.campaign.launch(*place, [*self.options, *own, *more], self.environment())
 
     def run(self) -> str:
-        """Return the column of the table that it belongs to: survived, or after the end."""
+        """Return what became of it: survived, or after the end."""
         with self.cleanup:
             self.output.mkdir(parents=True)
             self.reference = self.campaign.reference(self)
@@ -412,20 +414,30 @@ def load(path: Path) -> dict[str, Any] | None:
     return torch.load(path, weights_only=True) if path.exists() else None
 
 
-def differences(ours: Any, theirs: Any, where: str) -> list[str]:
-    """Return the places at which two nested values are not the same to the bit."""
-    if isinstance(theirs, dict):
-        if not isinstance(ours, dict) or ours.keys() != theirs.keys():
-            return [where]
-        keys = theirs
-    elif isinstance(theirs, list):
-        if not isinstance(ours, list) or len(ours) != len(theirs):
-            return [where]
-        keys = range(len(theirs))
+def differences(ours: Any, theirs: Any, where: str, tolerance: float = 0.0) -> list[str]:
+    """Return the places at which two nested values differ: by default, in any bit."""
+    keys: Any = ()
+    if type(ours) is not type(theirs):
+        same = False
+    elif isinstance(theirs, dict):
+        same = ours.keys() == theirs.keys()
+        keys = theirs.keys() - {"fused", "foreach"} if same else ()  # they belong to the mode
+    elif isinstance(theirs, (list, tuple)):
+        same = len(ours) == len(theirs)
+        keys = range(len(theirs)) if same else ()
+    elif isinstance(theirs, torch.Tensor):
+        limit = tolerance if theirs.is_floating_point() else 0.0
+        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        same = same and torch.allclose(ours, theirs, rtol=limit, atol=limit, equal_nan=True)
+    elif isinstance(theirs, float):
+        same = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
+        same = same or (math.isnan(ours) and math.isnan(theirs))
     else:
-        same = torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs
-        return [] if same else [where]
-    return [w for key in keys for w in differences(ours[key], theirs[key], f"{where}.{key}")]
+        same = ours == theirs
+    found = [] if same else [f"{where}: {ours!s:.99} instead of {theirs!s:.99}"]
+    for key in keys:
+        found += differences(ours[key], theirs[key], f"{where}.{key}", tolerance)
+    return found
 
 
 def log_lines(path: Path) -> list[dict[str, Any]]:
@@ -449,7 +461,7 @@ class Campaign:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder, self.stopping = seed, folder, False
-        self.results: list[tuple[Trial, str]] = []
+        self.results: list[str] = []  # of OUTCOMES
         self.project = folder / "project"
         self.references: dict[tuple, Reference] = {}
         self.locks: dict[tuple, threading.Lock] = {}
@@ -489,18 +501,18 @@ class Campaign:
         return self.references[key]
 
     def run(self, trials: list[Trial]) -> None:
-        """Run the trials, some side by side; print a line for each; put each with its column into `results`."""
+        """Run the trials, some side by side; print a line for each; put what became of it into `results`."""
         unwanted = ".git .*_cache __pycache__ .venv runs shared".split()
         # so that all trials try the same code, whoever edits it meanwhile
         shutil.copytree(ROOT, self.project, ignore=shutil.ignore_patterns(*unwanted))
         executor = ThreadPoolExecutor(SIDE_BY_SIDE)
-        futures = {executor.submit(self.outcome, trial): trial for trial in trials}
+        futures = {executor.submit(self.try_out, trial): trial for trial in trials}
         try:
             for future in as_completed(futures):
-                trial, (column, seconds, message) = futures[future], future.result()
-                self.results.append((trial, column))
+                trial, (outcome, seconds, message) = futures[future], future.result()
+                self.results.append(outcome)
                 done = (
-                    f"{len(self.results):4}  trial {trial.number:<4} {column:14} {seconds:5.0f} s"
+                    f"{len(self.results):4}  trial {trial.number:<4} {outcome:14} {seconds:5.0f} s"
                 )
                 print(f"{done}  {trial}{message}", flush=True)
         finally:
@@ -510,23 +522,20 @@ class Campaign:
                 send(marked(f"{self.folder}/"), signal.SIGKILL)
                 wait(running, timeout=0.5)
 
-    def outcome(self, trial: Trial) -> tuple[str, float, str]:
-        """Run a trial; return its column, its seconds, and if it was lost, how."""
+    def try_out(self, trial: Trial) -> tuple[str, float, str]:
+        """Run a trial; return what became of it, its seconds, and if it was lost, how."""
         start = time.monotonic()
         try:
-            column, message = trial.run(), ""
+            outcome, message = trial.run(), ""
             shutil.rmtree(trial.folder)
         except Exception as error:
-            column, message = "lost", f"\n{type(error).__name__}: {error}"
-            message += f"\n  kept in {trial.folder}; again with: {again(trial)}"
+            outcome, message = "lost", f"\n{type(error).__name__}: {error}"
+            again = f'--seed {self.seed} --only "{trial.fault.name}" --trial {trial.number}'
+            message += f"\n  kept in {trial.folder}; again with: bash run.sh faults {again}"
             for path in sorted(trial.folder.glob("*/err")):
                 lines = path.read_text().splitlines()[-LAST_LINES:]
                 message += "\n    ".join([f"\n  {path.parent.name}:", *lines])
-        return column, time.monotonic() - start, message
-
-
-def again(trial: Trial) -> str:
-    return f'bash run.sh faults --seed {trial.campaign.seed} --only "{trial.fault.name}" --trial {trial.number}'
+        return outcome, time.monotonic() - start, message
 
 
 def choose(seed: int, trials: int, only: str | None) -> list[Fault]:
@@ -539,27 +548,13 @@ def choose(seed: int, trials: int, only: str | None) -> list[Fault]:
     return chosen[:trials]
 
 
-def table(results: list[tuple[Trial, str]]) -> list[dict[str, Any]]:
-    columns = ("survived", "after the end", "lost")
-    rows = []
-    for fault in FAULTS:
-        outcomes = [column for trial, column in results if trial.fault.name == fault.name]
-        if outcomes:
-            counts = {column: outcomes.count(column) for column in columns}
-            counts["survived"] += counts["after the end"]  # which is no less a promise
-            rows.append({"fault": fault.name, "trials": len(outcomes), **counts})
-    total = {name: sum(row[name] for row in rows) for name in ("trials", *columns)}
-    return [*rows, {"fault": "all", **total}]
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="faults.py", description=__doc__.split("\n\n")[0])
     add, names = parser.add_argument, [fault.name for fault in FAULTS]
     add("--trials", type=int, default=100, metavar="N", help="how many (default 100)")
     add("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
-    add("--only", choices=names, metavar="FAULT", help="one fault, by its name in the table")
+    add("--only", choices=names, metavar="FAULT", help="one fault, by its name")
     add("--trial", type=int, metavar="K", help="only the trial with this number, from 0")
-    add("--json", type=Path, metavar="FILE", help="also write the table here")
     args = parser.parse_args(argv)
     # Clean up then too; in the background SIGINT would be ignored, by all that is launched too.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -574,21 +569,17 @@ def main(argv: list[str] | None = None) -> int:
         faults = choose(args.seed, max(numbers) + 1, args.only)
         campaign.run([Trial(campaign, number, faults[number]) for number in numbers])
     except KeyboardInterrupt:
-        print("interrupted: the table is of the trials that were done")
+        print("interrupted")
     finally:
         send(marked(f"{folder}/"), signal.SIGKILL)
-        if all(column != "lost" for _, column in campaign.results):
+        lost = campaign.results.count("lost")
+        if not lost:
             shutil.rmtree(folder)
-    rows, seconds = table(campaign.results), time.monotonic() - start
-    print("\n| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    print("\n".join(f"| {' | '.join(map(str, row.values()))} |" for row in rows))
-    total = rows[-1]
-    survived = f"{total['survived']} of {total['trials']} survived, {total['lost']} lost"
-    print(f"\n{survived}; seed {args.seed}, {seconds / 60:.1f} minutes")
-    if args.json:
-        report = {"seed": args.seed, "seconds": round(seconds), "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if rows[-1]["lost"] or rows[-1]["trials"] < len(numbers) else 0
+    minutes = (time.monotonic() - start) / 60
+    done = len(campaign.results)
+    kinds = ", ".join(f"{campaign.results.count(word)} {word}" for word in OUTCOMES)
+    print(f"{done} of {len(numbers)} trials: {kinds}; seed {args.seed}, {minutes:.1f} minutes")
+    return 1 if lost or done < len(numbers) else 0
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ interruption, and a mode and world size to resume in. These must hold:
 
 The first run makes the check before a run, and the others do not. A mode with its own statistics
 or dropout for each rank is compared with one device that computes the same slices one after the
-other. A violation is shrunk: parts of the trial are dropped as long as it still fails. The program
-prints the command that repeats what is left, and keeps its folder.
+other. The program prints the command that repeats a violation, and keeps its folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import dataclasses
 import functools
 import importlib
@@ -36,7 +34,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -48,6 +46,7 @@ import equivalence
 import fuzzed
 import harness
 import torch
+from faults import differences
 from patches import after_step, call_in_task, without_speed
 from torch import nn
 
@@ -67,8 +66,6 @@ ONE_DEVICE, OTHER_MODE = 1e-9, 1e-8  # largest deviations that pass
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
 NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified .*, but did not find any .*"
 NOTHING = {"kind": "nothing", "place": "step", "at": 0, "rank": 0}  # interrupts
-SHRINK_TRIES = 60
-KEPT = set("--epochs --batch-size --lr --dtype --log-every --timeout --device --workers".split())
 Sabotage = Callable[[int], None] | None  # called with the rank in each process of a run
 
 
@@ -87,6 +84,17 @@ class Trial:
     interruption: dict[str, Any] | None = None
     checks: tuple[str, ...] = ("mode", "resume", "eval")
     choice: float = 0.0  # which checkpoint is evaluated
+
+    def __str__(self) -> str:
+        """Tell in a few lines what it is, and how to repeat it."""
+        how = "{kind} in {place} {at} of rank {rank}".format(**self.interruption or NOTHING)
+        resume, evaluate = (" ".join(map(str, place)) for place in (self.resume, self.evaluate))
+        return (
+            f"  {self.mode} {self.n}, {how}, resumed in {resume}, evaluated in {evaluate}; "
+            f"checks: {', '.join(self.checks)}\n  options: {' '.join(self.argv())}\n"
+            f"  task: {self.task}\n"
+            f"  again with: bash run.sh fuzz --seed {self.seed} --trial {self.number}"
+        )
 
     def part(self, name: str) -> Any:
         return self.task.get(name, fuzzed.DEFAULTS[name])
@@ -141,7 +149,7 @@ def always(*choices: str) -> Drawer:
 
 def draw_freeze(rng: random.Random, trial: Trial) -> list[str] | None:
     patterns = ["conv.*", "body.weight", "heads.0.*", "b*"]
-    if trial.part("norm") not in ("", "instance"):
+    if trial.part("norm"):
         patterns.append("norm.*")
     chosen = rng.sample(patterns, rng.randint(1, 2)) if rng.random() < 0.12 else None
     return ["*", f"!{chosen[0]}"] if chosen and rng.random() < 0.3 else chosen
@@ -232,12 +240,12 @@ def trial_mode(trial: Trial) -> tuple[str, int]:
 
 
 def draw_task(rng: random.Random) -> dict[str, Any]:
-    norms = ["batch", "batch", "batch_mean", "instance", "instance_tracked", "layer", "group"]
+    norms = ["batch", "batch", "batch_mean", "instance_tracked", "layer"]
     shares = {
         "data": (0.2, ["drawn"]),
         "augment": (0.6, [True]),
-        "wrap": (0.3, ["subset", "random_split", "concat", "own"]),
-        "inputs": (0.35, ["dict", "tuple", "namedtuple"]),
+        "wrap": (0.3, ["subset", "concat", "own"]),
+        "inputs": (0.35, ["dict", "namedtuple"]),
         "norm": (0.65, norms),
         "dropout": (0.2, [0.2]),
         "heads": (0.3, [2, 3]),
@@ -276,7 +284,7 @@ def constrain(trial: Trial) -> Trial:
     modes = [trial_mode(trial), trial.resume]
 
     # The data set
-    if trial.part("wrap") in ("subset", "random_split", "concat") or trial.part("train") < 8:
+    if trial.part("wrap") in ("subset", "concat"):
         given.pop("--balanced", None)  # these wrappers have no `targets`
     if trial.part("inputs") != "tensor" and trial.part("wrap") not in ("", "own"):
         given.pop("--balanced", None)
@@ -284,7 +292,6 @@ def constrain(trial: Trial) -> Trial:
         task.pop("augment", None)
     if trial.part("nan_index") is not None:
         given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most steps
-        task["nan_index"] = min(trial.part("nan_index"), trial.part("train") - 1)
 
     # The optimizer
     sgd = trial.value("--optimizer", "sgd") == "sgd"
@@ -292,12 +299,6 @@ def constrain(trial: Trial) -> Trial:
         del given["--nesterov"]
     if not sgd:
         given["--lr"] = [f"{min(0.01, float(trial.value('--lr'))):.4f}"]
-    if "--freeze" in given:
-        trainable = dict.fromkeys(given["--freeze"])
-        if trial.part("norm") in ("", "instance"):
-            trainable.pop("norm.*", None)
-        given["--freeze"] = list(trainable) or ["conv.*"]
-
     # The schedule
     if trial.value("--schedule", "cosine") != "cosine":
         given.pop("--final-lr", None)
@@ -405,34 +406,6 @@ def train_in_pieces(
     del model.train
 
 
-def differences(ours: Any, theirs: Any, tolerance: float, where: str = "") -> Iterator[str]:
-    """Yield the places at which two nested values differ: with tolerance 0, in any bit."""
-    if isinstance(theirs, dict):
-        if not isinstance(ours, dict) or ours.keys() != theirs.keys():
-            yield f"{where}: {ours!s:.99} has other keys than {theirs!s:.99}"
-            return
-        for key in theirs.keys() - {"fused", "foreach"}:  # they belong to the mode
-            yield from differences(ours[key], theirs[key], tolerance, f"{where}.{key}".lstrip("."))
-    elif isinstance(theirs, (list, tuple)):
-        if not isinstance(ours, (list, tuple)) or len(ours) != len(theirs):
-            yield f"{where}: other length"
-            return
-        for i, (a, b) in enumerate(zip(ours, theirs)):
-            yield from differences(a, b, tolerance, f"{where}.{i}")
-    elif isinstance(theirs, torch.Tensor):
-        exact = tolerance == 0 or not theirs.is_floating_point()
-        limit = 0 if exact else tolerance
-        same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
-        if not same or not torch.allclose(ours, theirs, rtol=limit, atol=limit, equal_nan=True):
-            yield f"{where}: {ours!s:.99} instead of {theirs!s:.99}"
-    elif isinstance(theirs, float) and isinstance(ours, float):
-        close = math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
-        if not close and not (math.isnan(ours) and math.isnan(theirs)):
-            yield f"{where}: {ours!r} instead of {theirs!r}"
-    elif ours != theirs:
-        yield f"{where}: {ours!s:.99} instead of {theirs!s:.99}"
-
-
 def read_log(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -442,14 +415,10 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 class Violation(Exception):
     """An invariant does not hold; says which one, and how."""
 
-    def __init__(self, invariant: str, message: str) -> None:
-        super().__init__(f"[{invariant}] {message}")
-        self.invariant = invariant
-
 
 def expect(condition: Any, invariant: str, message: str) -> None:
     if not condition:
-        raise Violation(invariant, message)
+        raise Violation(f"[{invariant}] {message}")
 
 
 class Runs:
@@ -675,14 +644,14 @@ class Runs:
     ) -> None:
         """Compare two output folders; `logs`: also the sums since the last line of the log."""
         lines = [without_speed(read_log(folder)) for folder in (ours, theirs)]
-        different = list(differences(*lines, tolerance, "metrics.jsonl"))
+        different = differences(*lines, "metrics.jsonl", tolerance)
         expect(not different, invariant, "; ".join(different[:3]))
         for name in ("last.pt", "best.pt"):
             if (theirs / name).exists() or (ours / name).exists():
                 found, wanted = (load(folder / name) for folder in (ours, theirs))
                 unlike = {"config"} if logs and name == "last.pt" else {"config", "log"}
                 pair = [{key: one[key] for key in one.keys() - unlike} for one in (found, wanted)]
-                different = list(differences(*pair, tolerance, name))
+                different = differences(*pair, name, tolerance)
                 expect(not different, invariant, "; ".join(different[:3]))
 
     def evaluate_again(self, result: harness.Result, exact: bool) -> None:
@@ -702,7 +671,8 @@ class Runs:
             return  # saved within an epoch: the run has not evaluated it
         same = [line for line in logged if line["global_step"] == lines[0]["global_step"]]
         expect(len(same) == 1, "eval", f"{chosen.name}: no line is logged as {lines[0]}")
-        different = list(differences(lines[0], same[0], 0 if exact else OTHER_MODE, chosen.name))
+        tolerance = 0 if exact else OTHER_MODE
+        different = differences(lines[0], same[0], chosen.name, tolerance)
         expect(not different, "eval", "; ".join(different[:3]))
 
 
@@ -732,95 +702,16 @@ def processes_in(folder: Path) -> list[str]:
     return found
 
 
-def without(trial: Trial) -> dict[str, Trial]:
-    """Return, by the name of each part that shrinking may drop, the trial without it."""
-    found: dict[str, Trial] = {}
-
-    def add(name: str, **changes: Any) -> None:
-        found[name] = constrain(dataclasses.replace(copy.deepcopy(trial), **changes))
-
-    def add_mode(name: str, *other: Any) -> None:
-        same = [f for f in ("resume", "evaluate") if getattr(trial, f) == trial_mode(trial)]
-        add(name, mode=other[0], n=other[1], **dict.fromkeys(same, other))
-
-    for check in trial.checks:
-        add(f"checks.{check}", checks=tuple(c for c in trial.checks if c != check))
-    if trial.interruption:
-        add("interruption", interruption=None)
-    for field in ("resume", "evaluate"):
-        if getattr(trial, field) != trial_mode(trial):
-            add(field, **{field: trial_mode(trial)})
-    buffers, task, options = trial.part("buffers"), trial.task, trial.options
-    for name in buffers:
-        add(
-            f"buffers.{name}",
-            task=task | {"buffers": [other for other in buffers if other != name]},
-        )
-    for name in [name for name in task if name not in ("train", "held_out")]:
-        add(f"task.{name}", task={key: value for key, value in task.items() if key != name})
-    for name in [name for name in options if name not in KEPT]:
-        add(name, options={key: values for key, values in options.items() if key != name})
-    if trial.mode == "spawn":
-        add_mode("ddp", "ddp", trial.n)
-    if trial.n > 1:
-        add_mode("devices", trial.mode, trial.n - 1)
-    if trial.mode != "single":
-        add_mode("single", "single", 1)
-    return found
-
-
-def attempt(
-    trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool = False
-) -> Violation | None:
-    """Run a trial in a new folder; return what is violated."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def run_one(trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool) -> str:
+    """Run a trial in a folder of its own; return the report of its violation, or nothing."""
+    place = folder / f"trial-{trial.number}"
+    place.mkdir()
     try:
-        Runs(copy.deepcopy(trial), folder, sabotage, verbose).check()
-    except Violation as violation:
-        return violation
-    except Exception as error:  # a file that cannot be read, for example
-        return Violation("fuzzer", f"{type(error).__name__}: {error}")
-    return None
-
-
-def describe(trial: Trial, dropped: list[str]) -> str:
-    """Tell in a few lines what a trial is, and how to repeat it."""
-    shown = " ".join(" ".join([name, *values]) for name, values in sorted(trial.options.items()))
-    how = "{kind} in {place} {at} of rank {rank}".format(**trial.interruption or NOTHING)
-    resume, evaluate = (" ".join(map(str, place)) for place in (trial.resume, trial.evaluate))
-    drop = f" --drop {' '.join(name.lstrip('-') for name in dropped)}" if dropped else ""
-    return (
-        f"  {trial.mode} {trial.n}, {how}, resumed in {resume}, evaluated in {evaluate}; "
-        f"checks: {', '.join(trial.checks)}\n  options: {shown}\n  task: {trial.task}\n"
-        f"  again with: bash run.sh fuzz --seed {trial.seed} --trial {trial.number}{drop}"
-    )
-
-
-def run_one(trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool, shrinking: bool) -> str:
-    """Run a trial; return the report of its violation, or nothing.
-
-    Shrinking drops parts as long as the same invariant is violated.
-    """
-    place, scratch = folder / f"trial-{trial.number}", folder / f"shrink-{trial.number}"
-    violation, dropped = attempt(trial, place, sabotage, verbose), []
-    if not violation:
-        shutil.rmtree(place)
-        return ""
-    for name in [*without(trial)][:SHRINK_TRIES] if shrinking else ():
-        smaller = without(trial).get(name, trial)
-        again = attempt(smaller, scratch, sabotage) if smaller != trial else None
-        if again and again.invariant == violation.invariant:
-            trial, violation = smaller, again
-            dropped.append(name)
-    shutil.rmtree(scratch, ignore_errors=True)
-    if dropped:
-        attempt(trial, place, sabotage)  # leaves the folder of the smaller trial
-    return f"trial {trial.number}: {violation}\n{describe(trial, dropped)}\n  kept: {place}"
-
-
-def new_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="fuzz-"))
+        Runs(trial, place, sabotage, verbose).check()
+    except Exception as error:  # also a file that cannot be read, for example
+        return f"trial {trial.number}: {type(error).__name__}: {error}\n{trial}\n  kept: {place}"
+    shutil.rmtree(place)
+    return ""
 
 
 def main(argv: list[str] | None = None, sabotage: Sabotage = None) -> int:
@@ -830,23 +721,15 @@ def main(argv: list[str] | None = None, sabotage: Sabotage = None) -> int:
     option = parser.add_argument
     option("trials", type=int, nargs="?", default=100, help="how many (default: 100)")
     option("--seed", type=int, default=0, metavar="S", help="of everything that is drawn")
-    option("--trial", type=int, metavar="K", help="only this trial, in detail")
-    option("--drop", nargs="+", default=[], metavar="PART", help="leave these parts out")
-    option("--no-shrink", action="store_true", help="report a violation as it was found")
+    option("--trial", type=int, metavar="K", help="only this trial, with its commands")
     args = parser.parse_args(argv)
     started, one = time.monotonic(), args.trial is not None
-    folder = new_folder()
+    folder, reports = Path(tempfile.mkdtemp(prefix="fuzz-")), []
     numbers = [args.trial] if one else range(args.trials)
-    trials = [draw(args.seed, number) for number in numbers]
-    for part in args.drop:
-        name = f"--{part}" if f"--{part}" in OPTIONS else part
-        trials = [without(trial).get(name, trial) for trial in trials]
-    if one:
-        print(f"trial {args.trial}, seed {args.seed}\n{describe(trials[0], args.drop)}", flush=True)
-    shrinking, reports = not args.no_shrink and not args.drop, []
     executor = ThreadPoolExecutor(SIDE_BY_SIDE)
     try:
-        jobs = [executor.submit(run_one, t, folder, sabotage, one, shrinking) for t in trials]
+        trials = [draw(args.seed, number) for number in numbers]
+        jobs = [executor.submit(run_one, trial, folder, sabotage, one) for trial in trials]
         for job in as_completed(jobs):
             if job.result():
                 reports.append(job.result())

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate, random_split
+from torch.utils.data import ConcatDataset, Dataset, default_collate, random_split
 
 import common
 from tasks.images import ImagesInMemory
@@ -31,13 +31,13 @@ DEFAULTS: dict[str, Any] = {
     "held_out": 11,
     "data": "images",  # the shipped data set in memory; or "drawn": own randomness in __getitem__
     "augment": False,
-    "wrap": "",  # subset, random_split, concat, own
-    "inputs": "tensor",  # dict, tuple, namedtuple
+    "wrap": "",  # subset, concat, own
+    "inputs": "tensor",  # dict, namedtuple
     "ragged": False,  # a target is a list of one to three labels, which a function collate joins
     "weights": False,  # the losses of a step are divided by weights, of which some are zero
     "gather": False,  # the loss compares the samples of all ranks
     "nan_index": None,  # the training sample whose loss is NaN
-    "norm": "",  # batch, batch_mean, instance, instance_tracked, layer, group
+    "norm": "",  # batch, batch_mean, instance_tracked, layer
     "dropout": 0.0,
     "heads": 1,
     "tied": False,
@@ -48,8 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "metric": "negative",  # accuracy, nan
     "whole": False,  # also a metric of the whole evaluation set, which depends on its order
 }
-PER_REPLICA = {"batch", "batch_mean", "instance_tracked"}  # norms with statistics of a rank's slice
-BUFFERS = ["bool", "uint8", "int32", "int64", "counter", "infinite", "hidden_infinite", "empty"]
+BUFFERS = ["bool", "int64", "counter", "infinite", "hidden_infinite", "empty"]
 
 Pair = namedtuple("Pair", "image, extra")
 
@@ -97,9 +96,7 @@ class Nested(Own):
         pixels = image.double().flatten(-3)[..., :3] / 255
         if self.kind == "dict":
             return {"image": image, "extra": {"pixels": pixels, "bright": pixels.mean(-1) > 0.5}}
-        if self.kind == "namedtuple":
-            return Pair(image, [pixels])
-        return (image, [pixels]) if self.kind == "tuple" else image
+        return Pair(image, [pixels])
 
     def __getitem__(self, index: int) -> Any:
         image, label = self.inner[index]
@@ -135,7 +132,7 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def build_train(spec: dict[str, Any]) -> Dataset:
     """Return the training set: the base, then the wrapper, then the class that nests the inputs."""
-    spare = 3 if spec["wrap"] in ("subset", "random_split") else 0  # samples that they leave out
+    spare = 3 if spec["wrap"] == "subset" else 0  # samples that it leaves out
     images, labels = make_images(spec["train"] + spare, seed=1)
     if spec["nan_index"] is not None:
         labels[spec["nan_index"]] += NAN_LOSS
@@ -151,11 +148,8 @@ def build_train(spec: dict[str, Any]) -> Dataset:
         dataset: Dataset = ConcatDataset([base(slice(0, half)), base(slice(half, None))])
     else:
         dataset = base(slice(None))
-    generator = torch.Generator().manual_seed(5)
     if spec["wrap"] == "subset":
-        chosen = torch.randperm(len(labels), generator=generator)[: spec["train"]]
-        dataset = Subset(dataset, chosen.tolist())
-    elif spec["wrap"] == "random_split":
+        generator = torch.Generator().manual_seed(5)
         dataset = random_split(dataset, [spec["train"], spare], generator=generator)[0]
     elif spec["wrap"] == "own":
         dataset = Own(dataset)
@@ -184,10 +178,9 @@ def build_norm(name: str) -> nn.Module:
         return nn.BatchNorm2d(4)
     if name == "batch_mean":
         return nn.BatchNorm2d(4, momentum=None)
-    if name.startswith("instance"):
-        return nn.InstanceNorm2d(4, affine=True, track_running_stats=name == "instance_tracked")
-    norms = {"layer": nn.LayerNorm([4, SIZE, SIZE]), "group": nn.GroupNorm(2, 4)}
-    return norms.get(name) or nn.Identity()
+    if name == "instance_tracked":
+        return nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+    return nn.LayerNorm([4, SIZE, SIZE]) if name else nn.Identity()
 
 
 def add_buffers(net: nn.Module, names: list[str]) -> None:
@@ -195,8 +188,6 @@ def add_buffers(net: nn.Module, names: list[str]) -> None:
     mask = torch.full((4, 4), -torch.inf).triu(1)
     values = {
         "bool": torch.tensor([True, False, True]),
-        "uint8": torch.tensor([255, 0, 7], dtype=torch.uint8),
-        "int32": torch.tensor([[2**31 - 1, -(2**31)]], dtype=torch.int32),
         "int64": torch.tensor([BIG, -BIG, 2**53 + 1, 3]),
         "counter": torch.tensor(BIG),
         "infinite": mask,
