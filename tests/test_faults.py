@@ -3,7 +3,6 @@
 import functools
 import itertools
 import os
-import re
 import shutil
 import signal
 
@@ -55,42 +54,15 @@ def test_killed_within_a_save(number, tmp_path):
     assert_same(train("single", 1, *SMALL, "--resume", "auto", folder=tmp_path), single_run(*SMALL))
 
 
-@pytest.mark.full
-def test_damaged_last_checkpoint_is_refused_and_the_best_one_leads_to_the_same(tmp_path):
-    killed = train("ddp", 2, *SMALL, folder=tmp_path, patch=functools.partial(kill_at_call, 22))
-    assert killed.code == -signal.SIGKILL
-    last = tmp_path / "run" / "last.pt"
-    last.write_bytes(last.read_bytes()[:-1000])
-    refused = train("ddp", 2, *SMALL, "--resume", "auto", folder=tmp_path)
-    assert refused.code == 2 and f"--resume {last}: damaged" in refused.err
-    assert "Traceback" not in refused.err
-    assert refused.lines == killed.lines, "nothing is thrown away"
-    resumed = train("ddp", 2, *SMALL, "--resume", tmp_path / "run" / "best.pt", folder=tmp_path)
-    assert_same(resumed, undisturbed("ddp", 2, *SMALL))
-
-
-@pytest.mark.parametrize(
-    ("mode", "fault", "cause"),
-    [
-        ("ddp", "raises", "RuntimeError: broken in the loss"),
-        pytest.param(
-            "single",
-            "worker is killed",
-            "DataLoader worker .* (is killed|exited unexpectedly)",
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_failure_ends_the_run_and_the_resumed_one_is_the_same(mode, fault, cause, tmp_path):
-    n, workers = (2, "0") if mode == "ddp" else (1, "1")
-    values = {"FAULT": fault, "FAULT_AT": faults.sample_at(1, 50)}
+def test_failure_ends_the_run_and_the_resumed_one_is_the_same(tmp_path):
+    values = {"FAULT": "raises", "FAULT_AT": faults.sample_at(1, 50)}
     values["FAULT_ONCE"] = str(tmp_path / "once")
     patch = functools.partial(set_environment, values)
-    broken = train(mode, n, *SMALL, "--workers", workers, folder=tmp_path, patch=patch)
+    broken = train("ddp", 2, *SMALL, folder=tmp_path, patch=patch)
     assert (tmp_path / "once").exists() and broken.code == 1
-    assert re.search(cause, broken.err)
-    resumed = train(mode, n, *SMALL, "--resume", "auto", folder=tmp_path)
-    assert_same(resumed, undisturbed("ddp", n, *SMALL) if mode == "ddp" else single_run(*SMALL))
+    assert "RuntimeError: broken in the loss" in broken.err
+    resumed = train("ddp", 2, *SMALL, "--resume", "auto", folder=tmp_path)
+    assert_same(resumed, undisturbed("ddp", 2, *SMALL))
 
 
 @pytest.mark.full
