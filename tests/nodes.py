@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import Result, compare, single_run
 from launches import ROOT, Launch, send, wait_for_end, without_gloo
 
 DEVICE, PREFIX = "link0", "data-parallel-test-"  # in each of the two, and before their names
@@ -22,11 +23,11 @@ ENTER = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # what becomes of t
 
 
 def ip(*words: str) -> str:
-    """Run `ip`; return what it prints, raise with its words if it fails."""
     return tool("ip", *words)
 
 
 def tool(*command: str) -> str:
+    """Run a command; return what it prints, raise with its words if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
@@ -145,6 +146,17 @@ def job(
             stack.enter_context(Node(host, folder, command, *options, **environment))
             for host, command in zip(hosts, commands)
         ]
+
+
+def assert_equals_one_device(folder: Path, *options: str) -> None:
+    """Fail unless a job has left what one device leaves: the same numbers, and every line of the log once."""
+    result, reference = Result(0, "", "", folder), single_run(*options)
+    assert max(compare(result, reference).values()) <= 1e-10
+    ours, theirs = (
+        [(line["event"], line["global_step"]) for line in run.lines] for run in (result, reference)
+    )
+    assert ours == theirs
+    assert not list(folder.glob(".*")), "a temporary file is left"
 
 
 def spawn(address: str, rank: int, port: int = PORT) -> list[str]:

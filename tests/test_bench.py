@@ -43,12 +43,10 @@ def run_bench(*arguments, cwd):
 def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     words = "--workloads digitnet --modes single ddp fsdp --nproc 2 --device cpu --steps 3"
     argv = words.split()
-    argv += ["--repeats", 3, "--json", tmp_path / "all.json", "--svg", tmp_path / "ratios.svg"]
-    argv += ["--profile"]
+    argv += ["--repeats", 3, "--json", tmp_path / "all.json"]
     finished = run_bench(*argv, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"tmp", "all.json", "ratios.svg"}
-    assert (tmp_path / "ratios.svg").read_bytes().startswith(b"<?xml")
+    assert {path.name for path in tmp_path.iterdir()} == {"tmp", "all.json"}
     single, ddp, fsdp = json.loads((tmp_path / "all.json").read_text())["rows"]
     for row in (single, ddp, fsdp):
         bare, script = row["seconds"]["bare"], row["seconds"]["script"]
@@ -58,15 +56,6 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
         assert row["script"] == pytest.approx(row["batch_size"] / median(script))
         assert 0.02 < row["ratio_min"] <= row["ratio"] <= row["ratio_max"] < 50
         assert 100 < row["peak_mib"] < 10_000
-        parts = row["parts"]  # of the host, ms a step
-        assert parts["all"] > parts["Tensor.backward"] > 0 and parts["StepGuard.update"] > 0
-    parameters = 4 * sum(p.numel() for p in task.DigitNet().parameters())
-    assert single["bytes_formula"] == single["bytes_sent"] == 0
-    assert ddp["bytes_formula"] == ddp["gradient_bytes"] == parameters
-    sent = ddp["bytes_sent"] / ddp["bytes_formula"]
-    assert 0.99 < sent < 1.05, "what gloo sent, without TCP's own headers"
-    assert fsdp["bytes_formula"] == 1.5 * ddp["bytes_formula"]
-    assert 1.2 < fsdp["bytes_sent"] / fsdp["bytes_formula"] < 1.5, "gloo sums whole gradients"
     assert ddp["scaling"] == pytest.approx(ddp["script"] / single["script"])
     table = [line for line in finished.stdout.splitlines() if line.startswith("| digitnet | ")]
     assert len(table) == 3 and f"**{ddp['ratio']:.3f}**" in table[1]
@@ -117,7 +106,7 @@ def test_what_the_loader_and_the_loop_lose_shows_and_the_bare_loop_loses_nothing
             time.sleep(0.02)
             yield [batch]
 
-    settings = Namespace(steps=3, repeats=2, profile=False)
+    settings = Namespace(steps=3, repeats=2)
     with pytest.raises(machinery.process.Stopped):
         for _ in bench.take_turns(settings, "single", run, batches(), tmp_path / "found"):
             time.sleep(0.03)
@@ -142,10 +131,10 @@ def test_table(kind, share):
     """Replicas on the CPU share its cores; accelerators share nothing."""
     row = {"workload": "digitnet", "mode": "ddp", "devices": 2, "bare": 2000.4, "script": 1500.0}
     row |= {"ratio": 0.98765, "ratio_min": 0.912345, "ratio_max": 1.04567, "scaling": 1.5}
-    row |= {"peak_mib": 312.4, "device_mib": None, "bytes_formula": 1.5e6, "bytes_sent": 1.6e6}
-    head, _, line = bench.report({"device": kind, "rows": [{**row, "syncs": 0.126}]}).splitlines()
-    expected = "| digitnet | ddp 2 | 2000 | 1500 | **0.988** (0.912 to 1.046) | 1.50 | 312 | – "
-    assert line == expected + "| 1.50 | 1.60 | 0.13 |" and f"script, of {share} |" in head
+    row |= {"peak_mib": 312.4, "device_mib": None}
+    head, _, line = bench.report({"device": kind, "rows": [row]}).splitlines()
+    expected = "| digitnet | ddp 2 | 2000 | 1500 | **0.988** (0.912 to 1.046) | 1.50 | 312 | – |"
+    assert line == expected and f"script, of {share} |" in head
 
 
 # -------------------------------------------------------------------------------------------- peers

@@ -4,8 +4,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import ROOT, TASKS, Result, compare, single_run
-from patches import without_speed
+from harness import ROOT, TASKS, Result
+from nodes import assert_equals_one_device
 
 from slurm import NODES, cluster, free_ports, wait_until
 
@@ -23,13 +23,6 @@ def slurm():
         yield running
 
 
-def assert_equals_one_device(folder, options):
-    result, reference = Result(0, "", "", folder), single_run(*options)
-    assert max(compare(result, reference).values()) < 1e-10
-    steps = [(line["event"], line["global_step"]) for line in without_speed(result.lines)]
-    assert len(set(steps)) == len(steps) == len(reference.lines), "each line is there once"
-
-
 def srun(slurm, folder, *command, **options):
     code, out, err = slurm.run(
         "srun", *command, "--output-dir", folder, cwd=ROOT, timeout=300, **options
@@ -41,7 +34,7 @@ def srun(slurm, folder, *command, **options):
 def test_srun_python_equals_one_device(slurm, tmp_path):
     out = srun(slurm, tmp_path, "--nodes", 2, "--ntasks", 3, "python", SCRIPT, *DIGITS)
     assert out.count("output directory") == 1, "one rank speaks"
-    assert_equals_one_device(tmp_path, DIGITS)
+    assert_equals_one_device(tmp_path, *DIGITS)
 
 
 def test_srun_torchrun_equals_one_device(slurm, tmp_path):
@@ -49,7 +42,7 @@ def test_srun_torchrun_equals_one_device(slurm, tmp_path):
     meet = f"--rdzv-backend c10d --rdzv-endpoint {NODES[0]}:{free_ports(1)[0]} --rdzv-id job"
     torchrun = f"torchrun --nnodes 2 --nproc-per-node 1 {meet}".split()
     srun(slurm, tmp_path, *"--nodes 2 --ntasks-per-node 1".split(), *torchrun, SCRIPT, *DIGITS)
-    assert_equals_one_device(tmp_path, DIGITS)
+    assert_equals_one_device(tmp_path, *DIGITS)
 
 
 def test_wrong_argument_ends_all_tasks(slurm, tmp_path):
@@ -85,7 +78,7 @@ def test_signal_of_scancel_saves(slurm, tmp_path):
     assert "stopped by SIGTERM after saving step" in (tmp_path / "err").read_text()
     assert 0 < Result(0, "", "", tmp_path).checkpoint()["global_step"] < 360
     srun(slurm, tmp_path, "--nodes", 2, "--ntasks", 3, "python", SCRIPT, *LONG, "--resume", "auto")
-    assert_equals_one_device(tmp_path, LONG)
+    assert_equals_one_device(tmp_path, *LONG)
 
 
 def test_batch_job_goes_on_by_itself(slurm, tmp_path):
@@ -109,4 +102,4 @@ def test_batch_job_goes_on_by_itself(slurm, tmp_path):
     assert state() == "COMPLETED" and slurm.state(job)["Restarts"] == "1", log
     assert log.count("stopped by SIGUSR1 after saving step") == 2, log  # both nodes say why
     assert log.count("resumed at epoch") == 1, log
-    assert_equals_one_device(tmp_path, LONG)
+    assert_equals_one_device(tmp_path, *LONG)

@@ -1,6 +1,6 @@
 """Measure how near each script's own loop comes to a bare loop on this machine.
 
-bash run.sh bench [--json FILE.json] [--svg FILE.svg]
+bash run.sh bench [--json FILE.json]
 bash run.sh bench --peer NAME... compares whole programs instead, see peers.py.
 
 Workers run the scripts' own `main`: loader, checks, log and all. Every few steps they pause it
@@ -9,7 +9,6 @@ the device already. The two take turns within seconds and in the same processes,
 else the machine does meets both alike: the ratio can be trusted further than the speeds.
 """
 
-import contextlib
 import copy
 import importlib
 import itertools
@@ -17,15 +16,13 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import tempfile
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +35,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-import common
 from common import UsageError, autocast, build_optimizer, resolve_device_type
 from machinery.cli import Parser, filled, number, parse_args
 from machinery.modes import WithLoss, data_parallel, mesh_of_ranks, shard
@@ -106,8 +102,6 @@ def take_turns(
     device, steps = run.device, args.steps
     synchronize = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
 
-    fetch = batches.__next__
-
     def window(step: Callable[[], Any] | None = None) -> Generator[Any, None, float]:
         """Return the seconds of a step; of the script's if there is no `step`."""
         for i in range(SETTLE + steps):
@@ -117,74 +111,28 @@ def take_turns(
             if step:
                 step()
             else:
-                yield fetch()  # comes back when the script wants the next one
+                yield next(batches)  # comes back when the script wants the next one
         synchronize()
         return (time.perf_counter() - start) / steps
 
     yield from window()
-    trained = [p for p in run.state.net.parameters() if p.requires_grad]
-    found = {"device": device.type, "batch_size": run.config["batch_size"], "syncs": None}
+    found = {"batch_size": run.config["batch_size"], "seconds": {"bare": [], "script": []}}
     # Before there is a second network:
     found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     memory = device.type == "cuda" and torch.cuda.max_memory_allocated(device)
     found["device_mib"] = memory / 2**20 if memory else None
-    found["gradient_bytes"] = sum(p.numel() * p.element_size() for p in trained)  # of the whole
     micro_batches = next(batches)
     batch = [torch.cat(parts) for parts in zip(*micro_batches)]
     bare = bare_step(mode, run, *batch)
-    before = bytes_sent()
     yield from window(bare)
-    sent = (bytes_sent() - before) / (SETTLE + steps)
-    found["bytes_sent"] = sent if device.type == "cpu" else None
-    found["seconds"] = {"bare": [], "script": []}
     for turn in range(1 + args.repeats):  # the first one warms up
         for name, step, order in (("bare", bare, signal.SIGSTOP), ("script", None, signal.SIGCONT)):
             # A loader that loads ahead would slow the bare loop, and give the script a start.
             for loader in mp.active_children():
                 os.kill(loader.pid, order)
             found["seconds"][name] += [(yield from window(step))] * (turn > 0)
-    if device.type == "cuda":  # the only device that tells of synchronisations
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            yield from window()
-            torch.cuda.set_sync_debug_mode("default")
-        syncs = sum("called a synchronizing" in str(warning.message) for warning in seen)
-        found["syncs"] = syncs / (SETTLE + steps)
-    if args.profile:
-        parts: dict[str, float] = {}
-        fetch = timed(fetch, "next batch", parts)
-        time_parts(importlib.import_module(f"train_{mode}"), run, parts)
-        began = time.perf_counter()
-        yield from window()
-        parts["all"] = time.perf_counter() - began
-        found["parts"] = {name: 1e3 * s / (SETTLE + steps) for name, s in parts.items()}
     result.write_text(json.dumps(found))
     raise Stopped(0, "")
-
-
-def timed(function: Callable, name: str, seconds: dict[str, float]) -> Callable:
-    """Return the function, which adds the host's time in it to `seconds`."""
-
-    def wrapped(*arguments: Any, **options: Any) -> Any:
-        began = time.perf_counter()
-        result = function(*arguments, **options)
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
-        return result
-
-    return wrapped
-
-
-def time_parts(script: Any, run: Run, seconds: dict[str, float]) -> None:
-    """Let each part of a step add to `seconds`: what is left of a step is mostly the forward."""
-    state, parts = run.state, [(torch.Tensor, "backward"), (script, "seed_rng")]
-    parts += [(state.scaler, name) for name in ("scale", "unscale_", "step", "update")]
-    parts += [(state.optimizer, "zero_grad"), (state.scheduler, "step")]
-    parts += [(state.average, "after_step"), (common, "clip_grad_norm")]
-    parts += [(run.meter, "add"), (run, "end_step")]
-    for owner, name in parts:
-        of = getattr(owner, "__name__", type(owner).__name__)
-        setattr(owner, name, timed(getattr(owner, name), f"{of}.{name}", seconds))
 
 
 def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], None]:
@@ -221,20 +169,6 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
     return step
 
 
-def bytes_sent() -> int:
-    """Return the bytes that this process has sent over TCP, without headers.
-
-    Source: `tcpi_bytes_sent` in Linux's tcp.h.
-    """
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        no_socket = contextlib.suppress(OSError)
-        with no_socket, socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
-            total += int.from_bytes(info[200:], sys.byteorder)
-    return total
-
-
 # ---------------------------------------------------------------------------------------- measuring
 
 
@@ -243,7 +177,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return one row of the table.
 
-    Speeds in images/s of all devices together, times in seconds a step, sizes in bytes or MiB.
+    Speeds in images/s of all devices together, times in seconds a step, sizes in MiB.
     """
     devices = 1 if mode == "single" else args.nproc
     n = args.nproc if mode in RANKS else 1  # processes
@@ -279,10 +213,6 @@ def measure(
     row |= {"ratio": median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
     row["peak_mib"] = max(rank["peak_mib"] for rank in ranks)
     row["device_mib"] = max((rank["device_mib"] for rank in ranks), key=lambda size: size or 0)
-    # Each rank of an all-reduce sends at least so much: Patarasuk and Yuan, JPDC 2009.
-    # fsdp sends half an all-reduce more: twice it collects the parameters.
-    row["bytes_formula"] = (3 if mode == "fsdp" else 2) * (n - 1) / n * row["gradient_bytes"]
-    row["bytes_sent"] = mean(rank["bytes_sent"] for rank in ranks) if args.kind == "cpu" else None
     return row
 
 
@@ -294,38 +224,15 @@ def report(result: dict[str, Any]) -> str:
     # Replicas on the CPU share its cores; accelerators share nothing.
     of = "single" if result["device"] == "cpu" else "N × single"
     head = f"workload | mode | bare, images/s | script, images/s | script / bare | script, of {of}"
-    head += " | peak, MiB a process | on the device | MB sent a step and rank, formula | measured"
-    lines = [f"| {head} | host syncs a step |", "|---" * 11 + "|"]
+    lines = [f"| {head} | peak, MiB a process | on the device |", "|---" * 8 + "|"]
     for row in result["rows"]:
         texts = [row["workload"], f"{row['mode']} {row['devices']}"]
         texts += [f"{row['bare']:.0f}", f"{row['script']:.0f}"]
         texts += ["**{ratio:.3f}** ({ratio_min:.3f} to {ratio_max:.3f})".format(**row)]
-        sent = [row["bytes_formula"] / 1e6, row["bytes_sent"] and row["bytes_sent"] / 1e6]
-        for n in (row["scaling"], row["peak_mib"], row["device_mib"], *sent, row["syncs"]):
+        for n in (row["scaling"], row["peak_mib"], row["device_mib"]):
             texts.append("–" if n is None else f"{n:.{0 if n >= 100 else 2}f}")
         lines.append(f"| {' | '.join(texts)} |")
-    for row in result["rows"]:
-        if "parts" in row:  # of rank 0
-            lines += ["", f"{row['workload']}, {row['mode']} {row['devices']}: host, ms a step", ""]
-            lines += ["| part | ms |", "|---|---|"]
-            slowest_first = sorted(row["parts"].items(), key=lambda part: -part[1])
-            lines += [f"| {name} | {ms:.3f} |" for name, ms in slowest_first]
     return "\n".join(lines)
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the ratios."""
-    from matplotlib.figure import Figure
-
-    axis = Figure(figsize=(1.5 + 0.8 * len(rows), 3.5), layout="constrained").subplots()
-    ratios = [row["ratio"] for row in rows]
-    below = [row["ratio"] - row["ratio_min"] for row in rows]
-    above = [row["ratio_max"] - row["ratio"] for row in rows]
-    names = [f"{row['workload']}\n{row['mode']} {row['devices']}" for row in rows]
-    axis.bar(names, ratios, yerr=(below, above))
-    axis.axhline(1.0, color="black", linewidth=1)
-    axis.set_ylabel("script / bare loop, images/s")
-    axis.figure.savefig(path)
 
 
 def parse(argv: list[str] | None) -> Namespace:
@@ -352,24 +259,20 @@ def parse(argv: list[str] | None) -> Namespace:
     peer = f"compare with {', '.join(peers.PEERS)}, or any script: as whole programs"
     add("--peer", nargs="+", default=[], metavar="NAME|FILE.py", help=peer)
     add("--startup", action="store_true", help="with --peer: to the end of the first step alone")
-    host = "also print the host's time in each part of a step"
-    add("--profile", action="store_true", help=host)
     add("--json", type=Path, metavar="FILE.json", help="write all figures")
-    add("--svg", type=Path, metavar="FILE.svg", help="write a picture of the ratios")
     args = parser.parse_args(argv)
     args.data_dir = args.data_dir and os.path.abspath(args.data_dir)
-    for option, path in (("json", args.json), ("svg", args.svg)):  # now, not when all is measured
-        if path and (path.suffix != f".{option}" or not path.absolute().parent.is_dir()):
-            wanted = f"must end in .{option}, in a directory that exists"
-            raise UsageError(f"--{option} {path}: {wanted}")
+    path = args.json  # looked at now, not when all is measured
+    if path and (path.suffix != ".json" or not path.absolute().parent.is_dir()):
+        raise UsageError(f"--json {path}: must end in .json, in a directory that exists")
     if args.startup and not args.peer:
         raise UsageError("--startup needs --peer, what to compare with")
     for peer in args.peer:
         peers.script_of(peer)  # raises if it is not here
     choices = ["single", "ddp"] if args.peer else MODES
     args.modes = [mode for mode in MODES if mode in (args.modes or choices)]
-    if args.peer and (args.svg or not {*args.modes} <= {*choices}):
-        raise UsageError("--peer compares --modes single and ddp, and draws no --svg")
+    if args.peer and not {*args.modes} <= {*choices}:
+        raise UsageError("--peer compares --modes single and ddp")
     if args.peer and (args.amp != "off" or args.channels_last):
         raise UsageError("--peer compares float32 in torch's own memory format")
     left_out = ("deep",) if args.data_dir else ("deep", "imagefolder")
@@ -438,8 +341,6 @@ def main(argv: list[str] | None = None) -> int:
     print(peers.report(result["rows"]) if args.peer else report(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if args.svg:
-        draw(result["rows"], args.svg)
     return 0
 
 

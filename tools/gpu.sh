@@ -65,8 +65,8 @@ networks() { # NAME OPTIONS...: each network at each size by itself, so that a t
 }
 
 part versions 20 bash -c 'python3 -VV; python3 -m pip list 2>/dev/null | grep -i "^torch\|^nvidia\|^triton\|^numpy"; nproc; nvidia-smi'
-networks half --amp bf16 --channels-last --profile
-bench deep 40 --workloads deep --modes single --profile
+networks half --amp bf16 --channels-last
+bench deep 40 --workloads deep --modes single
 part tests 130 python3 -m pytest -m gpu tests/test_gpu.py -n 8 -q -p no:cacheprovider
 part first-calls 40 bash -c "first_calls $device"
 part a-run 60 bash -c "clocked bash run.sh single --epochs 3 --device $device --output-dir '$out/run-single'"
