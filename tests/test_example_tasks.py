@@ -1,17 +1,13 @@
 """`--task detect` and `--task pose`, on small data sets in the real file formats: they learn, and are exact."""
 
 import contextlib
-import functools
 import io
 import json
-import os
-import signal
 
 import coco
 import pytest
 import torch
-from harness import ROOT, check, compare, make_args, train
-from patches import call_in_task, without_speed
+from harness import ROOT, compare, make_args, train
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -51,31 +47,12 @@ def test_example_is_the_same_on_many_devices(small, tmp_path):
     assert single.eval_lines()[0]["loss"] != single.eval_lines()[1]["loss"]
 
 
-@pytest.mark.full
-def test_example_with_replicas_is_the_same_as_with_ranks(small, tmp_path):
-    """nn.DataParallel cannot synchronise BatchNorm: compared with DDP, which need not either."""
-    name, argv, _ = small
-    argv = [argument for argument in argv if argument != "--sync-bn"]
-    if name == "detect":
-        with pytest.raises(common.UsageError, match=r"dp can only cut .* use ddp or spawn"):
-            check("dp", 2, *argv)
-        return
-    argv[argv.index("--batch-size") + 1] = "8"  # nn.DataParallel cuts uneven pieces another way
-    replicas = train("dp", 2, *argv, folder=tmp_path / "dp")
-    assert replicas.code == 0, replicas.err
-    ranks = train("ddp", 2, *argv, folder=tmp_path / "ddp")
-    assert max(compare(replicas, ranks).values()) <= 1e-10
-
-
 # ------------------------------------------------------------------------------------------- AP
 
 LEARN = {
     "detect": "--width 8 --batch-size 16 --lr 0.01 --epochs 14",
     "pose": "--width 16 --batch-size 4 --lr 0.01 --epochs 14",
 }
-
-
-NAMES = ["detect", "pose"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +68,7 @@ def trained(request, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("trained", NAMES, indirect=True)
+@pytest.mark.parametrize("trained", MAKE, indirect=True)
 def test_network_learns_and_ap_decides_the_best_alike_in_every_mode(trained, tmp_path):
     """23 pictures in batches of 3: no world size divides them."""
     name, argv, result = trained
@@ -131,7 +108,7 @@ def guesses_of_pose(module, net, image, size, number, truth, args):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("trained", NAMES, indirect=True)
+@pytest.mark.parametrize("trained", MAKE, indirect=True)
 def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
     """The task makes its own COCO objects; here the file's annotations are scored directly."""
     name, argv, result = trained
@@ -220,19 +197,3 @@ def test_pose_groups_joints_by_the_centre_they_point_to():
     assert 0 in (mistakes(a, 0) + mistakes(b, 1) for a, b in ((first, second), (second, first)))
     nearest = torch.cdist(points[:, :17], points[:, 17]).argmin(2)
     assert (nearest != torch.tensor([[0], [1]]))[seen[:, :17]].sum() > 5
-
-
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.full
-def test_ap_after_a_stop_within_the_evaluation(small, tmp_path):
-    _, argv, _ = small
-    whole = train("ddp", 2, *argv, folder=tmp_path / "whole")
-    stop = functools.partial(call_in_task, "per_sample_metrics", 1, terminate)
-    stopped = train("ddp", 2, *argv, folder=tmp_path / "cut", patch=stop)
-    assert stopped.code == 143 and "eval" in stopped.out, stopped.err
-    resumed = train("ddp", 2, *argv, "--resume", "auto", folder=tmp_path / "cut")
-    assert resumed.code == 0, resumed.err
-    assert without_speed(resumed.lines) == without_speed(whole.lines)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import ROOT, fetched, keyed, loader_of, make_args, make_sampler, train
+from harness import ROOT, fetched, loader_of, make_args, make_sampler, train
 from PIL import Image
 from torch import nn
 from torchvision import models
@@ -126,21 +126,6 @@ def test_damaged_file_is_an_error_and_not_the_end_of_the_process(suffix, tmp_pat
             task.read_image(str(path))
 
 
-def test_damaged_file_is_named_or_the_next_one_takes_its_place(tmp_path, capfd):
-    images = noise(40, 3, 16, 16)
-    args = image_tree(tmp_path, images, "--image-size", "16")
-    (tmp_path / "val" / "a" / "03.png").write_bytes(b"no picture")
-    (tmp_path / "val" / "b" / "39.png").write_bytes(b"")
-    _, val_set = task.build_datasets(args)
-    named = r"sample 3 cannot be read: .*val/a/03\.png: .*; --skip-corrupt takes the next one"
-    with pytest.raises(RuntimeError, match=named):
-        keyed(val_set, args).__getitems__((0, [2, 3]))
-    args.skip_corrupt = True
-    seen, targets = keyed(val_set, args).__getitems__((0, [3, 39, 7, 38]))
-    assert seen.equal(images[[4, 0, 7, 38]]) and targets.tolist() == [0, 0, 0, 1]
-    assert capfd.readouterr().err.count("the next one takes its place") == 2
-
-
 def test_folders_are_classes_and_val_goes_before_test(tmp_path):
     for part in ("train", "val", "test"):
         for name in ("zebra", "ant"):
@@ -233,15 +218,6 @@ def test_directory_of_the_evaluation_is_chosen_and_eval_only_needs_no_other(tmp_
     again = train("ddp", 2, *argv, "--data-dir", few.parent, folder=tmp_path)
     assert (first.code, again.code) == (0, 0), first.err + again.err
     assert "(2 samples)" in again.out
-
-
-@pytest.mark.full
-def test_checkpoint_names_the_classes(tmp_path):
-    image_tree(tmp_path, noise(8, 3, 8, 8))
-    argv = ("--task", "images", "--data-dir", tmp_path, "--image-size", "8", "--epochs", "1")
-    result = train("single", 1, *argv, "--batch-size", "8", "--workers", "0", folder=tmp_path)
-    assert result.code == 0, result.err
-    assert result.checkpoint()["data"]["classes"] == ["a", "b"]
 
 
 # --------------------------------------------------------------------------------- augmentation
