@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -88,7 +87,6 @@ class Job(NamedTuple):
     n: int
     options: str
     cut: tuple[str, int] | None = None
-    masks: bool = True  # a piece is computed under the random seed of its rank; False: all under that of rank 0
 
 
 # A reference returns the run that a cell must equal, and one that this must differ from, or the feature would have done nothing.
@@ -112,14 +110,11 @@ def one_device_at_scaled_lr(feature: Feature, mode: str, n: int) -> tuple[Job, J
     return Job("single", 1, f"{feature.setting} {BASE} --lr {0.02 * n}"), None
 
 
-def same_masks(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
-    """Ranks drop different units: one device does the same if each piece has its rank's seed, and does not if all have rank 0's."""
-    job = single(feature, ("dp" if mode == "dp" else "ddp", n))
-    return job, job._replace(masks=False) if n > 1 else None
-
-
 def same_pieces(feature: Feature, mode: str, n: int) -> tuple[Job, Job | None]:
-    """BatchNorm normalises each piece by its own statistics, and keeps those of rank 0: one device does not, unless it sees the pieces."""
+    """Each piece has the dropout masks of its rank, and its own statistics of BatchNorm, of which rank 0's are kept.
+
+    One device has neither, unless it sees the pieces.
+    """
     job = single(feature, ("dp" if mode == "dp" else "ddp", n))
     return job, job._replace(cut=None) if n > 1 else None
 
@@ -196,8 +191,8 @@ FEATURES = [Feature(*line.split(":")) for line in PLAIN.split("\n") if line] + [
     Feature("clouds of points", "--batch-size 13", CLOUD, modes=RANKS),
     Feature("CLIP: samples compared", "--batch-size 13", CLIP, modes=RANKS),
     Feature("CLIP, accumulation 3", "--batch-size 13 --accum-steps 3", CLIP, modes=RANKS),
-    Feature("dropout", "", DROPOUT, same_masks),
-    Feature("dropout, accumulation 2", "--accum-steps 2", DROPOUT, same_masks),
+    Feature("dropout", "", DROPOUT, same_pieces),
+    Feature("dropout, accumulation 2", "--accum-steps 2", DROPOUT, same_pieces),
     Feature(REPLICA, "", BATCHNORM, same_pieces),
     Feature(f"{REPLICA}, accumulation 2", "--accum-steps 2", BATCHNORM, same_pieces),
     Feature(f"{REPLICA}, EMA", "--average ema", BATCHNORM, same_pieces),
@@ -236,7 +231,7 @@ def train_in_pieces(
         total = task.total_weight(micro_batches)
         for i, rank, (inputs, targets) in pieces(*job.cut, micro_batches):
             buffers = [buffer.clone() for buffer in model.buffers()]
-            sampling.seed_rng(args.seed, state.global_step, i, rank if job.masks else 0)
+            sampling.seed_rng(args.seed, state.global_step, i, rank)
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
             state.scaler.scale(losses.sum() / total).backward()
@@ -388,28 +383,12 @@ def shown(cell: Cell | None) -> str:
 def table(cells: list[Cell]) -> str:
     """A row a feature, a column a mode; a dash where a mode has no such feature (DataParallel cannot synchronise BatchNorm)."""
     found = {(cell.feature, cell.mode, cell.n): cell for cell in cells}
-    names = {cell.feature for cell in cells}
-    rows = [["feature", *(f"{mode} {n}" for mode, n in MODES), "bound"]]
-    rows += [
-        [f.name, *(shown(found.get((f.name, *mode))) for mode in MODES), f"{f.bound.rest:.0e}"]
-        for f in FEATURES
-        if f.name in names
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join(
-        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths)) + " |"
-        for row in rows
-    )
-
-
-def summary(cells: list[Cell]) -> str:
-    lines = [f"{len(cells)} cells, {sum(not cell.ok for cell in cells)} of them above their bound."]
-    for kind in ("float64", "lower precision"):
-        if some := [cell for cell in cells if (cell.bound == EXACT) == (kind == "float64")]:
-            worst = max(some, key=lambda cell: cell.value)
-            lines.append(f"Worst of {len(some)} in {kind}: {worst.value:.1e} ({worst}).")
-    return " ".join(lines)
+    bounds = {cell.feature: cell.bound.rest for cell in cells}
+    head = ["feature", *(f"{mode} {n}" for mode, n in MODES), "bound"]
+    rows = [head, ["---"] * len(head)]
+    for name, bound in bounds.items():
+        rows.append([name, *(shown(found.get((name, *mode))) for mode in MODES), f"{bound:.0e}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(argv: list[str] | None = None, patch: Callable | None = None) -> int:
@@ -421,14 +400,13 @@ def main(argv: list[str] | None = None, patch: Callable | None = None) -> int:
     add("--only", metavar="TEXT", default="", help="cells with it, as 'AdamW' or 'dropout, ddp 2'")
     add("--json", metavar="FILE", type=Path, help="write every deviation of every cell there")
     args = parser.parse_args(argv)
-    started = time.monotonic()
     cells = measure_all(args.only, patch)
     if not cells:
         names = ", ".join(feature.name for feature in FEATURES)
         parser.error(f"--only {args.only}: no cell has such a name; features: {names}")
     print(table(cells))
-    print(f"\n{summary(cells)}")
-    print(f"{time.monotonic() - started:.0f} seconds, torch {torch.__version__}")
+    failed = sum(not cell.ok for cell in cells)
+    print(f"\n{len(cells)} cells, {failed} of them above their bound, torch {torch.__version__}")
     for cell in cells:
         if not cell.ok:
             print(f"FAILED {cell}: {cell.error or cell.deviations}", file=sys.stderr)

@@ -401,7 +401,7 @@ def train_in_pieces(
     """Stand in for train_one_epoch: compute what the ranks compute, one after the other."""
     common.train_mode(model)
     model.train = lambda: model  # frozen BatchNorm stays as it is
-    job = argparse.Namespace(cut=cut, masks=True)
+    job = argparse.Namespace(cut=cut)
     equivalence.train_in_pieces(job, args, task, model, *rest)
     del model.train
 
