@@ -77,7 +77,7 @@ def test_what_a_script_refuses_is_told_with_its_exit_code(tmp_path):
         ("--nproc 65", "--nproc: must be a whole number, 1 to 64, got 65"),
         ("--json no/such.json", "--json no/such.json: must end in .json, in a directory that"),
         ("--startup", "--startup needs --peer"),
-        ("--peer palin", "--peer palin: use plain, accelerate, fabric, lightning or a script"),
+        ("--peer palin", "--peer palin: use plain, accelerate, lightning or a script"),
         ("--peer plain --modes ddp fsdp", "--peer compares --modes single and ddp"),
         ("--peer plain --amp bf16", "--peer compares float32 in torch's own"),
     ],
@@ -251,8 +251,8 @@ def test_peer_that_is_not_installed_is_named_with_its_command(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(peers, "compare", lambda *_: pytest.fail("it begins all the same"))
     with pytest.raises(common.UsageError) as error:
-        bench.main(["--peer", "plain", "fabric"])
-    assert str(error.value) == "--peer fabric: lightning is not installed; pip install lightning"
+        bench.main(["--peer", "plain", "lightning"])
+    assert str(error.value) == "--peer lightning: it is not installed; pip install lightning"
 
 
 WATCHED = """

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 GPU = "cuda"
 CONV = ("--epochs", "1", "--warmup-epochs", "0", "--log-every", "10")
 EXACT = (*CONV, "--dtype", "float64")
+EMA = ["--average", "ema"]
 SYNTHETIC = ("--task", "images", "--dataset", "synthetic")
 
 
@@ -129,20 +130,28 @@ def test_deterministic_run_that_was_stopped_has_the_same_bits(amp, tmp_path):
     assert all(ours[name].equal(value) for name, value in theirs.items())
 
 
-def test_gradients_of_the_first_step_are_those_of_the_cpu(tmp_path):
-    runs = [train("single", 1, *EXACT, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)]
+def test_first_gradients_and_averages_are_those_of_the_cpu(tmp_path):
+    argv = (*EXACT, *EMA)
+    runs = [train("single", 1, *argv, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)]
     assert [run.code for run in runs] == [0, 0], runs[1].err
     cpu, gpu = ({n: g.cpu() for n, g in run.gradients[0][0].items()} for run in runs)
     assert len(cpu) == len([*task.DigitNet().parameters()])
     assert deviation(gpu, cpu) < 1e-10
+    cpu, gpu = (run.checkpoint()["average"] for run in runs)
+    assert deviation(gpu, cpu) < 1e-9
+
+
+def run_sh(folder, *argv):
+    """Run a command that must succeed in silence; return what it printed."""
+    command = ["bash", str(ROOT / "run.sh"), *argv, "--output-dir", str(folder / "run")]
+    finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    return finished.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["--grad-compress", "bf16"], ["--accum-steps", "2"]])
 def test_nccl_with_one_rank(options, tmp_path):
-    argv = [*CONV, "--device", GPU, "--output-dir", str(tmp_path / "run"), *options]
-    command = ["bash", str(ROOT / "run.sh"), "ddp", "1", *argv]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (finished.returncode, finished.stderr) == (0, "")
+    run_sh(tmp_path, "ddp", "1", *CONV, "--device", GPU, *options)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +167,7 @@ def test_nccl_with_one_rank(options, tmp_path):
     ids=" ".join,
 )
 def test_run_sh_trains_on_the_gpu_by_itself(options, tmp_path):
-    argv = ["--epochs", "3", "--output-dir", str(tmp_path / "run"), *options]
-    command = ["bash", str(ROOT / "run.sh"), "single", *argv]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (finished.returncode, finished.stderr) == (0, "")
-    assert f"on 1 x {GPU}" in finished.stdout
+    assert f"on 1 x {GPU}" in run_sh(tmp_path, "single", "--epochs", "3", *options)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["top1"] > 0.8
 
@@ -171,9 +176,6 @@ def share_the_gpu(rank):
     """Let each rank be the only one of its node, as the launcher says; NCCL refuses two ranks on one device."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     common.backend = lambda device: f"cpu:gloo,{GPU}:gloo"
-
-
-EMA = ["--average", "ema"]
 
 
 @pytest.mark.parametrize("options", [[], EMA], ids=" ".join)
@@ -199,15 +201,6 @@ def test_batches_made_on_the_gpu_are_those_of_the_cpu():
             assert moved.cpu().equal(images) and its_labels.cpu().equal(labels)
     cpu, gpu = (machinery.run.identity(loader.dataset, loader.dataset) for loader in loaders)
     assert cpu == gpu, "a checkpoint of one is resumed on the other"
-
-
-def test_average_is_that_of_the_cpu(tmp_path):
-    runs = [
-        train("single", 1, *EXACT, *EMA, "--device", d, folder=tmp_path / d) for d in ("cpu", GPU)
-    ]
-    assert [run.code for run in runs] == [0, 0], runs[1].err
-    cpu, gpu = (run.checkpoint()["average"] for run in runs)
-    assert cpu["n_averaged"] == gpu["n_averaged"] > 3 and deviation(gpu, cpu) < 1e-9
 
 
 def two_replicas_on_one_gpu(rank):

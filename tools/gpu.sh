@@ -24,34 +24,6 @@ part() { # NAME SECONDS COMMAND...: what it prints is $out/NAME.txt, with what i
   echo "$name: exit code $code, $SECONDS s since the start"
 }
 
-clocked() { # COMMAND...: each line that it prints, after the seconds since its start
-  local began=${EPOCHREALTIME/./} line
-  "$@" | while IFS= read -r line; do printf '%6d ms  %s\n' $(((${EPOCHREALTIME/./} - began) / 1000)) "$line"; done
-}
-export -f clocked
-
-first_calls() {
-  python3 - "$1" <<'PYTHON'
-import sys, time
-clock, device, lines = time.perf_counter, sys.argv[1], ["| first calls | s |", "|---|---|"]
-def step(name, function):
-    began = clock()
-    result = function()
-    if "torch" in sys.modules and device != "cpu" and name != "import torch": sys.modules["torch"].accelerator.synchronize()
-    lines.append(f"| {name} | {clock() - began:.2f} |")
-    return result
-torch = step("import torch", lambda: __import__("torch"))
-images = step("a tensor on the device", lambda: torch.ones(8, 3, 32, 32, device=device))
-net = step("a network on the device", lambda: torch.nn.Conv2d(3, 8, 3).to(device))
-loss = step("first convolution", lambda: net(images).sum())
-step("its backward", loss.backward)
-step("fused SGD, made", lambda: torch.optim.SGD(net.parameters(), 0.1, 0.9, fused=True))
-step("second convolution", lambda: net(images).sum().backward())
-print(*lines, sep="\n")
-PYTHON
-}
-export -f first_calls
-
 bench() { # NAME SECONDS OPTIONS...
   part "$1" "$2" python3 tools/bench.py --json "$out/$1.json" --device "$device" $turns "${@:3}"
 }
@@ -68,13 +40,10 @@ part versions 20 bash -c 'python3 -VV; python3 -m pip list 2>/dev/null | grep -i
 networks half --amp bf16 --channels-last
 bench deep 40 --workloads deep --modes single
 part tests 130 python3 -m pytest -m gpu tests/test_gpu.py -n 8 -q -p no:cacheprovider
-part first-calls 40 bash -c "first_calls $device"
-part a-run 60 bash -c "clocked bash run.sh single --epochs 3 --device $device --output-dir '$out/run-single'"
-part where-a-run-spends-it 60 bash -c "python3 -m cProfile -s cumtime train_single.py --epochs 1 --device $device --output-dir '$out/run-profile' | grep -A 70 ncalls"
-part imports 40 bash -c 'python3 -X importtime -c "import train_single" 2>&1 | sort -t "|" -k 2 -n | tail -n 30'
+part a-run 60 bash run.sh single --epochs 3 --device "$device" --output-dir "$out/run-single"
 bench memory 100 --workloads resnet18 --modes single ddp fsdp --nproc 1 --batch-size ${sizes#* } --amp bf16
 networks float32
-part fsdp-run 40 bash -c "clocked bash run.sh fsdp 1 --epochs 3 --device $device --output-dir '$out/run-fsdp'"
-part ddp-run 40 bash -c "clocked bash run.sh ddp 1 --epochs 3 --device $device --output-dir '$out/run-ddp'"
+part fsdp-run 40 bash run.sh fsdp 1 --epochs 3 --device "$device" --output-dir "$out/run-fsdp"
+part ddp-run 40 bash run.sh ddp 1 --epochs 3 --device "$device" --output-dir "$out/run-ddp"
 rm -rf "$out"/run-*
 echo "$out/figures.md"

@@ -26,8 +26,7 @@ SETTLE = 2  # steps after the first one that are not timed
 LIMIT = 600  # seconds after which a program counts as hung
 GRACE = 10  # seconds that a program has to end after SIGTERM
 OF_RANKS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LAUNCH_PID"]
-PACKAGES = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning"}
-PEERS = ["plain", *PACKAGES]
+PEERS = ["plain", "accelerate", "lightning"]
 
 
 def script_of(peer: str) -> str:
@@ -37,9 +36,8 @@ def script_of(peer: str) -> str:
     path = TOOLS / "peers" / f"train_{peer}.py" if peer in PEERS else Path(peer).absolute()
     if not path.is_file():
         raise UsageError(f"--peer {peer}: no such file")
-    package = PACKAGES.get(peer)
-    if package and not importlib.util.find_spec(package):
-        raise UsageError(f"--peer {peer}: {package} is not installed; pip install {package}")
+    if peer in PEERS[1:] and not importlib.util.find_spec(peer):
+        raise UsageError(f"--peer {peer}: it is not installed; pip install {peer}")
     return str(path)
 
 
