@@ -202,28 +202,6 @@ def test_rows_of_programs_by_hand():
     assert line == "| digitnet | ddp 2 | plain | 2.00 | 2.00 | 0.50 | 200.0 | 1.50 | 0.50 |"
 
 
-def test_programs_take_turns_with_the_same_options(monkeypatch, tmp_path):
-    started = []
-
-    def time_steps(command, threads, steps, folder):
-        started.append((command, threads))
-        return [float(len(started) + i) for i in range(steps)]
-
-    monkeypatch.setattr(peers, "time_steps", time_steps)
-    monkeypatch.setattr(peers.os, "sched_getaffinity", lambda _: range(6))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    args = Namespace(peer=["plain"], nproc=2, repeats=2, steps=5, startup=False)
-    options = ["--task", "images"]
-    rows = peers.compare(args, {("files", "ddp"): options}, tmp_path)
-    scripts = ["train_plain.py", "train_ddp.py", "run.sh"] * 3
-    assert len(started) == len(scripts)
-    for script, (command, threads) in zip(scripts, started):
-        assert script in " ".join(command), "in turns"
-        assert " ".join([*options, "--workers", "3"]) in " ".join(command)
-        assert threads == "3", "the cores are divided"
-    assert [row["start"] for row in rows] == [[4, 7], [5, 8], [6, 9]], "the first turn warms up"
-
-
 GIVEN = """
 import given
 _, data, net = given.given()

@@ -223,13 +223,19 @@ def pieces(kind: str, n: int, micro_batches: list) -> list[tuple[int, int, Any]]
 
 
 def train_in_pieces(
-    job: Job, args: Any, task: Any, model: torch.nn.Module, loader: Any, state: Any, run: Any
+    cut: tuple[str, int],
+    args: Any,
+    task: Any,
+    model: torch.nn.Module,
+    loader: Any,
+    state: Any,
+    run: Any,
 ) -> None:
     """Stands in for train_one_epoch of train_single.py: computes what the ranks compute, one after the other."""
-    model.train()
+    common.train_mode(model)
     for micro_batches in run.batches(loader):
         total = task.total_weight(micro_batches)
-        for i, rank, (inputs, targets) in pieces(*job.cut, micro_batches):
+        for i, rank, (inputs, targets) in pieces(*cut, micro_batches):
             buffers = [buffer.clone() for buffer in model.buffers()]
             sampling.seed_rng(args.seed, state.global_step, i, rank)
             outputs = model(inputs)
@@ -257,7 +263,7 @@ def prepare(job: Job, folder: Path, patch: Callable | None, rank: int) -> None:
     if job.cut:
         import train_single
 
-        train_single.train_one_epoch = functools.partial(train_in_pieces, job)
+        train_single.train_one_epoch = functools.partial(train_in_pieces, job.cut)
     if patch:
         patch(rank)
 

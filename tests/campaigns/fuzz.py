@@ -9,7 +9,7 @@ interruption, and a mode and world size to resume in. These must hold:
 | resume | a resumed run is the undisturbed one: bitwise, or in another mode to 1e-8 |
 | log | metrics.jsonl has every line once, in order, and counts the skipped steps |
 | eval | `--eval-only` of a checkpoint gives the line that the run has logged |
-| end | exit code 0, nothing unexpected on stderr, no process and no file is left |
+| end | exit code 0, nothing unexpected on stderr, no file is left |
 | state | last.pt and best.pt are what the log says |
 
 The first run makes the check before a run, and the others do not. A mode with its own statistics
@@ -20,7 +20,6 @@ other. The program prints the command that repeats a violation, and keeps its fo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -48,16 +47,13 @@ import harness
 import torch
 from faults import differences
 from patches import after_step, call_in_task, without_speed
-from torch import nn
 
-import common
 import machinery.cli
 import machinery.usertask
 
 SIDE_BY_SIDE = 2
 MODES = [("single", 1), ("dp", 2), ("dp", 3)]
 MODES += [(mode, n) for mode in ("ddp", "spawn", "fsdp") for n in (1, 2, 3)]
-MODE_WEIGHTS = [2, 2, 1, 1, 4, 2, 1, 4, 2, 1, 3, 2]
 SIGNALS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 0}
 RANKS = ("ddp", "spawn", "fsdp")
 DDP = ("ddp", "spawn")  # modes that compute the same bits
@@ -101,6 +97,10 @@ class Trial:
 
     def value(self, option: str, default: str = "") -> str:
         return self.options[option][0] if self.options.get(option) else default
+
+    @property
+    def place(self) -> tuple[str, int]:
+        return self.mode, self.n
 
     @property
     def epochs(self) -> int:
@@ -215,7 +215,7 @@ OPTIONS: dict[str, Drawer | str] = {
 def draw(seed: int, number: int) -> Trial:
     """Draw a trial; the same two numbers give the same one."""
     rng = random.Random(f"{seed}-{number}")
-    trial = Trial(seed, number, *rng.choices(MODES, MODE_WEIGHTS)[0])
+    trial = Trial(seed, number, *rng.choice(MODES))
     trial.task = draw_task(rng)
     for name, drawer in OPTIONS.items():
         values = drawer(rng, trial) if callable(drawer) else None
@@ -224,8 +224,8 @@ def draw(seed: int, number: int) -> Trial:
     steps = rng.randint(3, 5)
     batch_size = int(trial.value("--batch-size"))
     trial.task["train"] = steps * batch_size + rng.randrange(batch_size)
-    trial.resume = rng.choices(MODES, MODE_WEIGHTS)[0] if rng.random() < 0.75 else trial_mode(trial)
-    trial.evaluate = rng.choice(MODES) if rng.random() < 0.5 else trial_mode(trial)
+    trial.resume = rng.choice(MODES) if rng.random() < 0.75 else trial.place
+    trial.evaluate = rng.choice(MODES) if rng.random() < 0.5 else trial.place
     trial.choice = rng.random()
     trial.interruption = draw_interruption(rng)
     shares = {"mode": 0.6, "resume": 0.7, "eval": 0.6}
@@ -233,10 +233,6 @@ def draw(seed: int, number: int) -> Trial:
     if rng.random() < 0.15:
         trial.task["nan_index"] = rng.randrange(trial.part("train"))
     return constrain(trial)
-
-
-def trial_mode(trial: Trial) -> tuple[str, int]:
-    return trial.mode, trial.n
 
 
 def draw_task(rng: random.Random) -> dict[str, Any]:
@@ -281,7 +277,7 @@ def draw_interruption(rng: random.Random) -> dict[str, Any] | None:
 def constrain(trial: Trial) -> Trial:
     """Change what would make the command line or the comparison invalid."""
     given, task = trial.options, trial.task
-    modes = [trial_mode(trial), trial.resume]
+    modes = [trial.place, trial.resume]
 
     # The data set
     if trial.part("wrap") in ("subset", "concat"):
@@ -314,7 +310,7 @@ def constrain(trial: Trial) -> Trial:
         task.pop(name, None)
     if trial.mode == "dp":
         given.pop("--sync-bn", None)
-    shards = [n for mode, n in (trial_mode(trial), trial.resume, trial.evaluate) if mode == "fsdp"]
+    shards = [n for mode, n in (trial.place, trial.resume, trial.evaluate) if mode == "fsdp"]
     if shards:
         given.pop("--channels-last", None)
         if trial.part("unused") == "rarely":  # torch waits for the gradient that a rank lacks
@@ -322,12 +318,12 @@ def constrain(trial: Trial) -> Trial:
     if not shards or any(n % int(trial.value("--shard-size", "1")) for n in shards):
         given.pop("--shard-size", None)
     if not may_resume(trial):
-        trial.resume = trial_mode(trial)
+        trial.resume = trial.place
     if trial.evaluate[0] == "dp" and "--sync-bn" in given:
         trial.evaluate = ("single", 1)
     if trial.part("unused") and any(mode in DDP for mode, _ in [*modes, trial.resume]):
         given["--find-unused-parameters"] = []
-    devices = max(n for _, n in [trial_mode(trial), trial.resume, trial.evaluate])
+    devices = max(n for _, n in [trial.place, trial.resume, trial.evaluate])
     least = devices * int(trial.value("--accum-steps", "1"))
     if int(trial.value("--batch-size")) < least:
         given["--batch-size"] = [str(least)]
@@ -341,7 +337,7 @@ def dp_is_in(trial: Trial) -> bool:
 
 def may_resume(trial: Trial) -> bool:
     """Whether a resumed run in the other mode is comparable with the undisturbed one."""
-    (mode, n), (other, m) = trial_mode(trial), trial.resume
+    (mode, n), (other, m) = trial.place, trial.resume
     if mode == other and n == m:
         return True
     if "--sync-bn" in trial.options and other == "dp":
@@ -355,7 +351,7 @@ def may_resume(trial: Trial) -> bool:
 
 def same_numbers(trial: Trial) -> bool:
     """Whether the two modes compute the same bits."""
-    (mode, n), (other, m) = trial_mode(trial), trial.resume
+    (mode, n), (other, m) = trial.place, trial.resume
     return n == m and (mode == other or (mode in DDP and other in DDP))
 
 
@@ -371,13 +367,13 @@ class Prepare:
     sabotage: Sabotage = None
 
     def __call__(self, rank: int) -> None:
-        os.chdir(self.scratch / "cwd")  # by which a process that is left is found
+        os.chdir(self.scratch / "cwd")
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch / "tmp")
         script = importlib.import_module(self.script)
         if self.check:
             script.check_run = machinery.usertask.check_run  # which the harness leaves out
         if self.cut:
-            script.train_one_epoch = functools.partial(train_in_pieces, self.cut)
+            script.train_one_epoch = functools.partial(equivalence.train_in_pieces, self.cut)
         if self.sabotage:
             self.sabotage(rank)
         if self.interruption and self.interruption["rank"] == rank:
@@ -393,17 +389,6 @@ class Prepare:
             after_step(interruption["at"], act)
         else:
             call_in_task("per_sample_metrics", interruption["at"] - 1, act)
-
-
-def train_in_pieces(
-    cut: tuple[str, int], args: Any, task: Any, model: nn.Module, *rest: Any
-) -> None:
-    """Stand in for train_one_epoch: compute what the ranks compute, one after the other."""
-    common.train_mode(model)
-    model.train = lambda: model  # frozen BatchNorm stays as it is
-    job = argparse.Namespace(cut=cut)
-    equivalence.train_in_pieces(job, args, task, model, *rest)
-    del model.train
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -440,7 +425,7 @@ class Runs:
         self.expect_state(undisturbed.folder)
         if "mode" in trial.checks:
             self.compare_with_one_device(undisturbed)
-        final, mode, exact = undisturbed, trial_mode(trial), True
+        final, mode, exact = undisturbed, trial.place, True
         if "resume" in trial.checks:
             final, mode = self.interrupt_and_resume(undisturbed), trial.resume
             exact = same_numbers(trial)
@@ -463,7 +448,7 @@ class Runs:
     def run(
         self, name: str, mode: str, n: int, argv: list[str], output: Path | None = None, **more: Any
     ) -> harness.Result:
-        """Train; raise Violation if a process or a file is left."""
+        """Train; raise Violation if a file is left."""
         self.count += 1
         scratch = self.folder / f"{self.count}-{name}"
         for part in ("cwd", "tmp"):
@@ -485,12 +470,6 @@ class Runs:
         for kept in () if killed else (scratch / "cwd", scratch / "tmp"):
             left = sorted(path.name for path in kept.iterdir())
             expect(not left, "end", f"{name}: left in {kept.name}: {', '.join(left[:3])}")
-        pids = processes_in(scratch)
-        deadline = time.monotonic() + 5
-        while pids and time.monotonic() < deadline:  # a loader worker ends by the death of its rank
-            time.sleep(0.01)
-            pids = processes_in(scratch)
-        expect(not pids, "end", f"{name}: processes are left: {pids}")
         return result
 
     # Each of the invariants
@@ -691,15 +670,6 @@ def load(path: Path) -> dict[str, Any]:
 
 def last_lines(text: str) -> str:
     return " | ".join(text.strip().splitlines()[-3:])[-500:]
-
-
-def processes_in(folder: Path) -> list[str]:
-    """Return the processes whose working directory is below the folder."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            found += [place.parent.name] * os.readlink(place).startswith(f"{folder}/")
-    return found
 
 
 def run_one(trial: Trial, folder: Path, sabotage: Sabotage, verbose: bool) -> str:
