@@ -486,3 +486,15 @@ def fetched(dataset, epoch, indices, seed=0):
     """Samples of an epoch, as a loader worker fetches them."""
     args = Namespace(seed=seed, skip_corrupt=False)
     return keyed(dataset, args).__getitems__((epoch, indices))[0]
+
+
+def samples_of_epoch(dataset, batch_size, epoch, workers=0, world_size=1, step=0):
+    """Return {index: input}: what an epoch trains on, as so many workers of so many ranks load it."""
+    samples, args = {}, make_args("single", "--workers", str(workers))
+    for rank in range(world_size):
+        sampler = make_sampler(len(dataset), batch_size, rank, world_size)
+        sampler.set_position(epoch, step)
+        loader = loader_of(args, dataset, sampler, torch.device("cpu"))
+        for (_, (indices,)), ((inputs, _),) in zip(list(sampler), loader):
+            samples |= dict(zip(indices, inputs))
+    return samples

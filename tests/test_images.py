@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import ROOT, fetched, loader_of, make_args, make_sampler, train
+from harness import ROOT, fetched, make_args, samples_of_epoch, train
 from PIL import Image
 from torch import nn
 from torchvision import models
@@ -223,18 +223,6 @@ def test_directory_of_the_evaluation_is_chosen_and_eval_only_needs_no_other(tmp_
 # --------------------------------------------------------------------------------- augmentation
 
 
-def loaded(args, dataset, workers, world_size=1):
-    """Return [40, ...]: each sample of epoch 3, by its index, as so many workers of so many ranks load it."""
-    images, args.workers = {}, workers
-    for rank in range(world_size):
-        sampler = make_sampler(40, 8, rank, world_size)
-        sampler.set_position(3, 0)
-        loader = loader_of(args, dataset, sampler, torch.device("cpu"))
-        for (_, (indices,)), ((batch, _),) in zip(list(sampler), loader):
-            images |= dict(zip(indices, batch))
-    return torch.stack([images[index] for index in range(40)])
-
-
 def kinds(images):
     return len({image.numpy().tobytes() for image in images})
 
@@ -243,11 +231,16 @@ def kinds(images):
 def test_image_file_is_augmented_by_seed_epoch_and_sample_whoever_loads_it(size, least, tmp_path):
     args = image_tree(tmp_path, [noise(3, 70, 80)] * 40, "--image-size", str(size))
     train_set, val_set = task.build_datasets(args)
-    alone, seed = loaded(args, train_set, 0), args.seed
+
+    def loaded(workers, world_size):
+        samples = samples_of_epoch(train_set, 8, 3, workers, world_size)
+        return torch.stack([samples[index] for index in range(40)])
+
+    alone, seed = loaded(0, 1), args.seed
     assert alone.shape == (40, 3, size, size) and alone.dtype == torch.uint8
     assert kinds(alone) >= least, "one picture, forty samples"
     for workers, world_size in ((2, 1), (0, 3)):
-        assert loaded(args, train_set, workers, world_size).equal(alone)
+        assert loaded(workers, world_size).equal(alone)
     torch.manual_seed(5)  # what else was drawn does not matter
     assert fetched(train_set, 3, [6, 2, 2], seed).equal(alone[[6, 2, 2]])
     for epoch, other_seed in ((4, seed), (3, seed + 1)):

@@ -10,11 +10,11 @@ import torch
 from harness import (
     fetched,
     keyed,
-    loader_of,
     make_args,
     make_sampler,
     order_of,
     sampler_of,
+    samples_of_epoch,
 )
 from torch.utils.data import Dataset
 
@@ -139,20 +139,6 @@ def test_what_a_forward_draws_depends_on_its_place_in_the_run():
     assert len(drawn) == 81
 
 
-def collect(dataset, workers, epoch, step=0, world_size=1):
-    """Return {sample index: input} of an epoch as all ranks load it."""
-    samples = {}
-    for rank in range(world_size):
-        sampler = make_sampler(len(dataset), 7, rank, world_size)
-        sampler.set_position(epoch, step)
-        loader = loader_of(
-            make_args("single", "--workers", str(workers)), dataset, sampler, torch.device("cpu")
-        )
-        for (_, (indices,)), ((inputs, _),) in zip(list(sampler), loader):
-            samples |= dict(zip(indices, inputs))
-    return samples
-
-
 class NoisyPerSample(Dataset):
     """A plain map-style data set whose augmentation draws from the global generators, as torchvision's transforms do."""
 
@@ -174,11 +160,11 @@ class NoisyPerSample(Dataset):
 )
 def test_a_sample_is_augmented_alike_whoever_loads_it(dataset, workers, world_size, step):
     dataset = NoisyPerSample() if dataset == "per sample" else task.build_datasets(make_args())[0]
-    plain = collect(dataset, 0, epoch=1)
-    other = collect(dataset, workers, epoch=1, step=step, world_size=world_size)
+    plain = samples_of_epoch(dataset, 7, 1)
+    other = samples_of_epoch(dataset, 7, 1, workers, world_size, step)
     assert len(other) == len(plain) - 7 * step
     assert all(plain[index].equal(other[index]) for index in other)
-    next_epoch = collect(dataset, workers, epoch=2)
+    next_epoch = samples_of_epoch(dataset, 7, 2, workers)
     common_indices = plain.keys() & next_epoch.keys()
     changed = sum(not plain[index].equal(next_epoch[index]) for index in common_indices)
     assert changed > 0.7 * len(common_indices), "every epoch draws anew"

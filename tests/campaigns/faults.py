@@ -176,23 +176,6 @@ def fill_disk(trial: Trial, launch: Launch) -> bool:
     return hit
 
 
-def make_read_only(trial: Trial, launch: Launch) -> bool:
-    """Linux refuses this while the log is open for writing: so it is done to a run that was killed, and started again."""
-    signal_all(signal.SIGKILL, trial, launch)
-    launch.end(LIMIT)
-    deadline = time.monotonic() + 10
-    command = ["mount", "-o", "remount,ro", trial.output]
-    while subprocess.run(command, stderr=subprocess.PIPE).returncode:
-        expect(time.monotonic() < deadline, "the folder could not be made read-only")
-        time.sleep(0.05)  # a last thread of what was killed still has the log open
-    trial.repairs.callback(subprocess.run, ["mount", "-o", "remount,rw", trial.output], check=True)
-    with trial.start("read-only") as again:
-        code = again.end(LIMIT)
-        named = code == 2 and re.search("[Rr]ead-only|cannot write in", again.errors())
-        expect(bool(named), f"exit code {code} in a read-only folder: {again.errors()}")
-    return True
-
-
 def start_second_run(trial: Trial, launch: Launch) -> bool:
     """The first run, which has begun, is halted meanwhile, or it would be over before the second has started."""
     hit = trial.watch.count(b".pt.tmp", launch, 1) and trial.comes(launch)
@@ -267,7 +250,6 @@ FAULTS = [
     Fault("SIGKILL to a loader worker", kill_worker, FAILURE, DEAD_WORKER, workers=2),
     Fault("NaN input, then an end", kill_or_stop, {137, 143}, task="NaN input", always=True),
     Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
-    Fault("read-only folder", make_read_only, {137}, prepare=mount),
     Fault("last.pt damaged", kill_and_damage, {137}, damages=True),
     Fault("a second run in the folder", start_second_run, {0}, prepare=watch),
 ]
