@@ -3,8 +3,11 @@
 The rows are in docs/porting.md.
 """
 
+import functools
 import os
 import re
+import threading
+import time
 
 import pytest
 import torch
@@ -30,30 +33,33 @@ def linear(*more):
     return nn.Sequential(nn.Linear(3, 4), *more, nn.Linear(4, 1)).double()
 
 
-def evaluate_on_rank_0():
+def evaluate_on_rank_0(checked):
     """As in many scripts: DDP's model and a sharded sampler, but only rank 0 evaluates."""
     data = TensorDataset(torch.arange(57.0))
-    model = DistributedDataParallel(linear(nn.BatchNorm1d(4)))
-    collectives = []
-    forward = model._sync_buffers
-    model._sync_buffers = lambda: collectives.append("broadcast") or forward()
+    model = DistributedDataParallel(linear(nn.BatchNorm1d(4))).eval()
+    inputs = torch.zeros(2, 3, dtype=torch.float64)
+    forward = threading.Thread(target=model, args=(inputs,))
     if dist.get_rank() == 0:
-        seen = sum(len(x) for (x,) in DataLoader(data, 10, sampler=DistributedSampler(data)))
-        print("seen", seen)
-        model._sync_buffers = lambda: collectives.append("broadcast")  # else it would wait for ever
-        model.eval()(torch.zeros(2, 3, dtype=torch.float64))
-    print("collectives", len(collectives))
+        print(
+            "seen", sum(len(x) for (x,) in DataLoader(data, 10, sampler=DistributedSampler(data)))
+        )
+        forward.start()
+        forward.join(1)
+        print("waits", forward.is_alive())
+        checked.touch()
+    else:  # else rank 0 would wait for ever
+        while not checked.exists():
+            time.sleep(0.01)
+        forward.start()
+    forward.join()
     ours = sampling.ShardSampler(57, 10, dist.get_rank(), dist.get_world_size())
     print("ours", sum(len(indices) for _, indices in ours))
-    del model
 
 
-def test_advice_evaluate_on_rank_0_through_the_wrapper():
-    outs = in_group(2, evaluate_on_rank_0)
-    seen = int(re.search(r"seen (\d+)", outs[0])[1])
-    assert seen == 29, "of 57 samples, and one rank's repeat among them"
-    broadcasts = [int(re.search(r"collectives (\d+)", out)[1]) for out in outs]
-    assert broadcasts == [1, 0], "rank 0 broadcasts buffers, and nobody receives them"
+def test_advice_evaluate_on_rank_0_through_the_wrapper(tmp_path):
+    outs = in_group(2, functools.partial(evaluate_on_rank_0, tmp_path / "checked"))
+    assert "seen 29\n" in outs[0], "of 57 samples, and one rank's repeat among them"
+    assert "waits True\n" in outs[0], "it broadcasts buffers, and nobody receives them"
     assert sum(int(re.search(r"ours (\d+)", out)[1]) for out in outs) == 57
 
 
