@@ -63,11 +63,6 @@ class Host:
     def processes(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
-    def limit(self, rate: str) -> None:
-        """Let the host send no faster than `rate`, as 100mbit."""
-        limit = f"dev {DEVICE} root tbf rate {rate} burst 64kb latency 100ms"
-        tool("tc", "-netns", self.name, "qdisc", "replace", *limit.split())
-
 
 @contextlib.contextmanager
 def two_hosts(
@@ -98,8 +93,9 @@ def two_hosts(
             ip("-netns", host.name, "address", "add", *address, "dev", DEVICE)
             for device in ("lo", DEVICE):
                 ip("-netns", host.name, "link", "set", device, "up")
-            if rate:
-                host.limit(rate)
+            if rate:  # the host sends no faster
+                limit = f"dev {DEVICE} root tbf rate {rate} burst 64kb latency 100ms"
+                tool("tc", "-netns", host.name, "qdisc", "replace", *limit.split())
         yield hosts
 
 

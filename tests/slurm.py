@@ -1,4 +1,4 @@
-"""A whole SLURM on one machine: munged, slurmctld and two slurmd, in one folder, on ports that are free, ended with whoever started it.
+"""A whole SLURM on one machine: munged, slurmctld and two slurmd, in one folder, on ports that are free.
 
 Needs root and the packages slurm-wlm and munge of Debian or Ubuntu.
 """
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+SYSTEM = "/usr/sbin:/sbin"  # where the daemons are
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "setpriv")
 # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
 NODES = ("127.0.0.2", "127.0.0.3")
@@ -57,7 +58,7 @@ PartitionName=all Nodes=ALL Default=YES
 
 def missing() -> str:
     """Say why no SLURM can be started here; nothing if one can."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    path = f"{os.environ['PATH']}:{SYSTEM}"
     if absent := [program for program in PROGRAMS if not shutil.which(program, path=path)]:
         wanted = "apt-get install --no-install-recommends slurm-wlm munge"
         return f"no {', '.join(absent)} here: {wanted}"
@@ -93,7 +94,7 @@ class Cluster:
         self.folder = folder
         others = ("SLURM", "SBATCH")
         kept = {name: v for name, v in os.environ.items() if not name.startswith(others)}
-        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # of the jobs too
+        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}:{SYSTEM}"  # of the jobs too
         self.environment = {**kept, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def popen(self, *command: Any, **options: Any) -> subprocess.Popen:
@@ -133,45 +134,26 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Start a SLURM, and end it with all its jobs: also if this process is killed, as then the pipe to the keeper is closed."""
-    with subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as keeper:
-        try:
-            folder = keeper.stdout.readline().strip()
-            assert folder, "SLURM did not start; the reason is on stderr"
-            slurm = Cluster(Path(folder))
-            nodes = [f"{name} idle" for name in NODES]
-            question = "sinfo --noheader --Node".split()
-
-            def ready() -> bool:
-                return sorted(slurm.run(*question, "--format=%N %T")[1].splitlines()) == nodes
-
-            wait_until(ready, lambda: f"nodes that are idle\n{slurm.logs()}")
-            yield slurm
-        finally:
-            keeper.stdin.close()  # it kills all that is left, and removes the folder
-            keeper.wait(60)
-
-
-def keep() -> None:
-    """Run the daemons until stdin is closed, and then end all that belongs to them: a daemon that is killed leaves its jobs behind."""
-    # a Ctrl-C is for the process at the other end of stdin
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    """Start a SLURM, and end it with all its jobs."""
     # munge wants its socket where all users can go, in 107 letters
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    slurm = Cluster(Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp")))
     try:
-        start_daemons(folder)
-        print(folder, flush=True)
-        sys.stdin.read()
+        start_daemons(slurm)
+        nodes = [f"{name} idle" for name in NODES]
+        question = "sinfo --noheader --Node".split()
+
+        def ready() -> bool:
+            return sorted(slurm.run(*question, "--format=%N %T")[1].splitlines()) == nodes
+
+        wait_until(ready, lambda: f"nodes that are idle\n{slurm.logs()}")
+        yield slurm
     finally:
-        while pids := processes(folder):
+        while pids := processes(slurm.folder):  # a daemon that is killed leaves its jobs behind
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
-        shutil.rmtree(folder)
+        shutil.rmtree(slurm.folder)
 
 
 def processes(folder: Path) -> list[int]:
@@ -185,7 +167,8 @@ def processes(folder: Path) -> list[int]:
     return found
 
 
-def start_daemons(folder: Path) -> None:
+def start_daemons(slurm: Cluster) -> None:
+    folder = slurm.folder
     (folder / "state").mkdir()
     folder.chmod(0o711)  # munged insists that its socket can be reached by all
     key = folder / "munge.key"
@@ -195,22 +178,15 @@ def start_daemons(folder: Path) -> None:
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3), nodes=NODES)
     )
+
+    def start(name: str, *command: Any) -> None:
+        with open(folder / f"{name}.log", "w") as log:
+            slurm.popen(*command, stdout=log, stderr=log)
+
     files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "seed")]
     files += [f"--socket={folder}/munge.socket", f"--log-file={folder}/munge.log"]
-    start(folder / "munged.log", "munged", "--foreground", *files)
-    wait_until((folder / "munge.socket").exists, lambda: (folder / "munged.log").read_text(), 20)
-    start(folder / "slurmctld.log", "slurmctld", "-D", "-i", "-f", folder / "slurm.conf")
+    start("munged", "munged", "--foreground", *files)
+    wait_until((folder / "munge.socket").exists, slurm.logs, 20)
+    start("slurmctld", "slurmctld", "-D", "-i", "-f", folder / "slurm.conf")
     for name in NODES:
-        start(folder / f"{name}.log", "slurmd", "-D", "-N", name, "-f", folder / "slurm.conf")
-
-
-def start(log: Path, *command: Any) -> None:
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    environment = {**os.environ, "PATH": path, "SLURM_CONF": f"{log.parent}/slurm.conf"}
-    with open(log, "w") as file:
-        files = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        subprocess.Popen([*map(str, command)], env=environment, **files)
-
-
-if __name__ == "__main__":
-    keep()
+        start(name, "slurmd", "-D", "-N", name, "-f", folder / "slurm.conf")

@@ -17,13 +17,8 @@ from xml.sax.saxutils import escape, quoteattr
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-MODES = {
-    "single": "#222222",
-    "dp": "#e69f00",
-    "ddp": "#0072b2",
-    "spawn": "#8fd0f5",
-    "fsdp": "#c2247b",
-}
+MODES = {"single": "#222222", "dp": "#e69f00", "ddp": "#0072b2", "spawn": "#8fd0f5"}
+MODES["fsdp"] = "#c2247b"
 INK, GREY, PAPER = "#222222", "#777777", "#ffffff"
 DEVICES, EPOCHS, EVERY = 3, 8, 4
 OPTIONS = f"--epochs {EPOCHS} --dtype float64 --log-every {EVERY} --keep-every 1 --device cpu"
@@ -54,24 +49,14 @@ class Drawing:
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str, **more: Any) -> None:
         self.add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **more)
 
-    def curve(
-        self, points: list[tuple[float, float]], stroke: str, width: float, mode: str
-    ) -> None:
+    def text(self, x: float, y: float, text: str, size: int = 13, **more: Any) -> None:
+        more = {"text_anchor": "start", "fill": INK} | more
+        self.add("text", text, x=x, y=y, font_size=size, **more)
+
+    def curve(self, points: list[tuple[float, float]], width: float, mode: str) -> None:
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         more = {"stroke_width": width, "stroke_linejoin": "round", "data_mode": mode}
-        self.add("polyline", points=text, fill="none", stroke=stroke, **more)
-
-    def text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: int = 13,
-        anchor: str = "start",
-        fill: str = INK,
-        **more: Any,
-    ) -> None:
-        self.add("text", text, x=x, y=y, font_size=size, text_anchor=anchor, fill=fill, **more)
+        self.add("polyline", points=text, fill="none", stroke=MODES[mode], **more)
 
 
 def measure() -> dict[str, Any]:
@@ -89,23 +74,14 @@ def measure() -> dict[str, Any]:
             command = ["bash", str(ROOT / "run.sh"), mode, *devices, *OPTIONS.split()]
             subprocess.run([*command, "--output-dir", str(folder)], check=True, env=environment)
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-            steps = max(line["step"] for line in lines if line["event"] == "train")
-            losses[mode] = [
-                [line["global_step"] / steps, line["loss"]]
-                for line in lines
-                if line["event"] == "train"
-            ]
+            trained = [line for line in lines if line["event"] == "train"]
+            steps = max(line["step"] for line in trained)
+            losses[mode] = [[line["global_step"] / steps, line["loss"]] for line in trained]
             files = [folder / f"epoch-{epoch + 1:04}.pt" for epoch in range(EPOCHS)]
             models[mode] = [torch.load(file, weights_only=True)["model"] for file in files]
-    return {
-        "torch": torch.__version__.split("+")[0],
-        "losses": losses,
-        "deviations": {
-            mode: [deviation(*pair) for pair in zip(models[mode], models["single"])]
-            for mode in MODES
-            if mode != "single"
-        },
-    }
+    single = models.pop("single")
+    found = {mode: [*map(deviation, own, single)] for mode, own in models.items()}
+    return {"torch": torch.__version__.split("+")[0], "losses": losses, "deviations": found}
 
 
 def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
@@ -118,7 +94,7 @@ def draw_curves(data: dict[str, Any]) -> str:
     picture = Drawing(760, 560, "Loss of five modes, and how far each is from a single device")
     picture.add("metadata", json.dumps(data))
     picture.text(20, 30, "Five modes, one training run", 17, font_weight="bold")
-    left, right = 70, 740
+    left, right, below = 70, 740, {"text_anchor": "middle", "fill": GREY}
 
     def x(epoch: float) -> float:
         return left + (right - left) * epoch / EPOCHS
@@ -127,10 +103,10 @@ def draw_curves(data: dict[str, Any]) -> str:
         picture.text(20, top - 14, title)
         for label, y in marks.items():
             picture.line(left, y, right, y, "#dddddd")
-            picture.text(left - 8, y + 4, label, 12, "end", GREY)
+            picture.text(left - 8, y + 4, label, 12, text_anchor="end", fill=GREY)
         for epoch in range(EPOCHS + 1):
             picture.line(x(epoch), bottom, x(epoch), bottom + 5, GREY)
-            picture.text(x(epoch), bottom + 19, str(epoch), 12, "middle", GREY)
+            picture.text(x(epoch), bottom + 19, str(epoch), 12, **below)
         picture.line(left, bottom, right, bottom, GREY)
 
     def y_loss(loss: float) -> float:
@@ -141,7 +117,7 @@ def draw_curves(data: dict[str, Any]) -> str:
     for i, (mode, colour) in enumerate(MODES.items()):
         width = 15 - 3.25 * i  # each thinner than those that it covers
         points = [(x(epoch), y_loss(loss)) for epoch, loss in data["losses"][mode]]
-        picture.curve(points, colour, width, mode)
+        picture.curve(points, width, mode)
         picture.line(start, 72, start + 26, 72, colour, stroke_width=width)
         label = mode if mode == "single" else f"{mode} {DEVICES}"
         picture.text(start + 34, 76.0, label)
@@ -153,15 +129,15 @@ def draw_curves(data: dict[str, Any]) -> str:
     marks = {f"1e-{power}": y_log(10.0**-power) for power in range(17, 8, -2)}
     panel(340, 500, "Largest difference of a parameter from single, relative", marks)
     picture.line(left, y_log(BOUND), right, y_log(BOUND), INK, stroke_dasharray="6 4")
-    picture.text(right, y_log(BOUND) - 7, f"the tests allow {BOUND:.0e}", 12, "end")
+    picture.text(right, y_log(BOUND) - 7, f"the tests allow {BOUND:.0e}", 12, text_anchor="end")
     for mode, width in zip(data["deviations"], (3, 7, 3, 2)):
         values = data["deviations"][mode]
         points = [(x(i + 1), y_log(value)) for i, value in enumerate(values)]
-        picture.curve(points, MODES[mode], width, mode)
+        picture.curve(points, width, mode)
         for point in points:
             radius = width / 2 + 2
             picture.add("circle", cx=point[0], cy=point[1], r=radius, fill=MODES[mode])
-    picture.text((left + right) / 2, 534, "epoch", 12, "middle", GREY)
+    picture.text((left + right) / 2, 534, "epoch", 12, **below)
     last = ", ".join(f"{mode} {values[-1]:.0e}" for mode, values in data["deviations"].items())
     more = f"At the end: {last}. Digits, float64, CPU, torch {data['torch']}."
     picture.text(20, 551, more, 12, fill=GREY)
