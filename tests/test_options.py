@@ -25,23 +25,13 @@ def test_booleans_can_be_turned_off_and_help_is_readable(mode):
             option = name.replace("_", "-")
             assert getattr(parser.parse_args([f"--{option}"]), name) is True
             assert getattr(parser.parse_args([f"--{option}", f"--no-{option}"]), name) is False
-    visible = [action for action in parser._actions if action.help != "==SUPPRESS=="]
-    assert all(action.help for action in visible) and len(visible) > 40
+    assert len(re.findall(r"^  --", text, re.MULTILINE)) > 40
     assert all(entry.count("(default: ") <= 1 for entry in text.split("\n  --")), "said once"
     assert "default: None" not in text and "default: []" not in text
     assert "  --compile, --no-compile\n" in text
     assert text.index("--task") < text.index("--resume") < text.index("--workers"), "most used"
-    assert all(
-        group in text
-        for group in (
-            "data:",
-            "model:",
-            "optimization:",
-            "speed and precision:",
-            "distribution:",
-            "run:",
-        )
-    )
+    groups = ["data", "model", "optimization", "speed and precision", "distribution", "run"]
+    assert all(f"{group}:" in text for group in groups)
 
 
 def test_options_have_the_same_names_and_defaults_in_all_modes():
@@ -56,70 +46,6 @@ def test_options_have_the_same_names_and_defaults_in_all_modes():
         assert args.keys() - plain.keys() == own.get(mode, set())
 
 
-@pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])
-def test_local_rank_is_accepted_in_both_spellings(spelling):
-    assert machinery.cli.parse_args("ddp", [spelling]).local_rank == 3
-
-
-DEFAULTS = {
-    "skip_corrupt": False,
-    "balanced": False,
-    "workers": None,
-    "weights": None,
-    "freeze": [],
-    "epochs": 30,
-    "batch_size": 64,
-    "accum_steps": 1,
-    "optimizer": "sgd",
-    "lr": 0.1,
-    "momentum": 0.9,
-    "nesterov": False,
-    "weight_decay": 1e-3,
-    "schedule": "cosine",
-    "warmup_epochs": 2.0,
-    "step_epochs": [],
-    "step_gamma": 0.1,
-    "final_lr": 0.0,
-    "scale_lr": "none",
-    "clip_grad_norm": None,
-    "average": "none",
-    "ema_decay": 0.99,
-    "amp": "off",
-    "compile": False,
-    "channels_last": False,
-    "dtype": "float32",
-    "sync_bn": False,
-    "grad_compress": "none",
-    "find_unused_parameters": False,
-    "timeout": 600,
-    "best": None,
-    "seed": 0,
-    "resume": None,
-    "save_every": None,
-    "keep_every": None,
-    "eval_only": False,
-    "log_every": 50,
-    "tensorboard": False,
-    "device": "auto",
-    "deterministic": False,
-    "check": True,
-}
-
-
-def test_defaults():
-    found = vars(make_args())
-    assert {name: found[name] for name in DEFAULTS} == DEFAULTS
-    assert found.keys() - DEFAULTS.keys() <= {
-        "task",
-        "local_rank",
-        "parallel_mode",
-        "task_options",
-        "free_task_options",
-        "eval_batch_size",
-        "output_dir",
-    }  # the last two depend on others
-
-
 def test_option_with_several_values_may_be_given_again():
     args = make_args("single", *"--freeze conv* --freeze !conv3.* head.bias".split())
     assert args.freeze == ["conv*", "!conv3.*", "head.bias"] and make_args().freeze == []
@@ -127,10 +53,8 @@ def test_option_with_several_values_may_be_given_again():
 
 RANGES = {  # the first and the last that are accepted; what is just outside
     "batch-size": (["1"], ["0"]),
-    "accum-steps": (["1", "64"], ["0"]),
     "lr": (["0", "1e9"], ["-1e-9"]),
     "momentum": (["0", "1"], ["-1e-9", "1.0000001"]),
-    "warmup-epochs": (["0", "30"], ["-1e-9"]),
     "clip-grad-norm": (["1e-12"], ["0", "1e-13"]),
     "timeout": (["1", "1000000000"], ["0.99", "1000000001"]),
     "seed": (["0", str(2**63 - 1)], ["-1", str(2**63)]),
@@ -190,26 +114,6 @@ def test_ranks_of_torchrun_forget_the_launcher_around_it(monkeypatch):
     assert machinery.process.init_method() == "env://"
 
 
-# ----------------------------------------------------------------------- what may differ, and where
-
-
-MAY_CHANGE = "skip_corrupt workers weights epochs compile channels_last check output_dir resume"
-MAY_CHANGE += " find_unused_parameters timeout save_every keep_every eval_only log_every device"
-MAY_CHANGE += (
-    " tensorboard deterministic local_rank replicas nproc shard_size nnodes node_rank dist_url"
-)
-OF_A_NODE = "task output_dir resume weights workers device check local_rank node_rank dist_url"
-EVALUATED = "task dtype average optimizer freeze"
-
-
-def test_what_may_change_at_resume_and_what_may_differ_between_nodes():
-    """An evaluation forbids less: --optimizer and --freeze too, because the state must fit."""
-    options = machinery.cli
-    assert options.keys(options.MAY_CHANGE) == {*MAY_CHANGE.split()}
-    assert options.keys(options.PER_NODE) == {*OF_A_NODE.split()}
-    assert options.keys(options.EVALUATED) == {*EVALUATED.split()}
-
-
 # --------------------------------------------------------------------------- the check before a run
 
 
@@ -238,11 +142,8 @@ class Records(torch.utils.data.Dataset):
         self.file.seek(8 * index)
         number = self.file.read(4) + self.file.read(4)
         return torch.tensor([float(index)]), torch.tensor(int(int.from_bytes(number, "little") == index))
-def add_options(parser):
-    parser.add_argument("--mode", default="fine")
-    parser.add_argument_group("mine").add_argument("--width", type=int, default=2)
 def build_datasets(args): return Records(400), Records(100)
-def build_model(args): return torch.nn.Linear(1, args.width if args.mode == "fine" else 0)
+def build_model(args): return torch.nn.Linear(1, 2)
 per_sample_loss = functools.partial(F.cross_entropy, reduction="none")
 def per_sample_metrics(outputs, targets): return {"right": targets.float()}
 train_metrics = per_sample_metrics
@@ -254,28 +155,10 @@ def test_loader_workers_share_no_file_with_the_check(tmp_path):
     (tmp_path / "numbers").write_bytes(b"".join(i.to_bytes(8, "little") for i in range(400)))
     (tmp_path / "lazy.py").write_text(LAZY.replace("PATH", repr(str(tmp_path / "numbers"))))
     argv = "--batch-size 8 --eval-batch-size 2 --epochs 3 --workers 4 --log-every 1000".split()
-    argv += ["--task", str(tmp_path / "lazy.py"), "--width", "3"]
+    argv += ["--task", str(tmp_path / "lazy.py")]
     result = train("single", 1, *argv, folder=tmp_path, patch=checked)
     assert result.code == 0, result.err
     assert [line["right"] for line in result.lines] == [1.0] * 6
-    assert result.checkpoint()["config"]["width"] == 3, "an option of a group of the task's own"
-
-
-REGISTERS = """import logging, torch
-from task import build_datasets, build_model, per_sample_loss, per_sample_metrics
-torch.library.define("only_once::double", "(Tensor x) -> Tensor")
-logging.basicConfig(level="INFO")
-logging.info("the task is here")
-"""
-
-
-def test_task_may_register_and_log(tmp_path):
-    """What it registers with torch it can register only once in a process."""
-    (tmp_path / "registers.py").write_text(REGISTERS)
-    argv = ("--task", tmp_path / "registers.py", "--epochs", "1", "--batch-size", "700")
-    result = train("single", 1, *argv, folder=tmp_path, patch=checked)
-    assert result.code == 0, result.err
-    assert "the task is here" in result.err
 
 
 MEAN = """from task import build_datasets, build_model, per_sample_metrics
@@ -335,5 +218,3 @@ def test_name_of_a_task_is_a_file_in_tasks():
         assert args.task == str(ROOT / "tasks" / "images.py") and args.model == "resnet9"
     with pytest.raises(common.UsageError, match=r"or one of detect, images, pose; got 'image'"):
         make_args("single", "--task", "image")
-    with pytest.raises(common.UsageError, match=r"^--stacks belongs to --task pose$"):
-        make_args("single", "--task", "images", "--stacks", "1")
