@@ -8,7 +8,7 @@ import pytest
 from harness import check, train
 from patches import BASE
 from runs import end, end_epoch, load, make_run
-from short_runs import ODD, SMALL
+from short_runs import SMALL
 
 import common
 import machinery.run
@@ -111,32 +111,20 @@ def test_kept_epochs_are_every_so_many(tmp_path):
     assert not list(make_run(tmp_path / "none", "--epochs", 5).files.directory.glob("*.pt"))
 
 
-def go_back(folder, name, **files):
-    """Train two epochs, with scores 0.5 and 0.9, go back to a file of them, and score 0.4."""
-    run = make_run(folder / "first", "--epochs", 50, "--keep-every", 1)
+# ------------------------------------------------------------------------------------ a resumed run
+
+
+def test_going_back_takes_the_best_along(tmp_path):
+    """The best of the run that is left, and not of the epochs that are made again."""
+    run = make_run(tmp_path, "--epochs", 50, "--keep-every", 1)
     for score in (0.5, 0.9):
         end_epoch(run, top1=score)
     end(run)
-    return make_run(folder / name, "--epochs", 50, "--resume", run.files.directory / files["of"])
-
-
-@pytest.mark.parametrize("name", ["first", "other"])
-def test_going_back_takes_the_best_along(name, tmp_path):
-    run = go_back(tmp_path, name, of="epoch-0001.pt")
+    early = run.files.directory / "epoch-0001.pt"
+    run = make_run(tmp_path, "--epochs", 50, "--resume", early)
     end_epoch(run, top1=0.4)
     best = load(run.files.directory / "best.pt")
-    assert (best["epoch"], best["best"]) == (1, (0.5, 1)), "it goes back too"
-
-
-def test_best_comes_along_to_another_folder(tmp_path):
-    run = go_back(tmp_path, "other", of="last.pt")
-    assert load(run.files.directory / "best.pt")["epoch"] == 2
-    end_epoch(run, top1=0.4)
-    assert load(run.files.directory / "best.pt")["epoch"] == 2
-    assert load(run.files.directory / "last.pt")["best"] == (0.9, 2)
-
-
-# ------------------------------------------------------------------------------------ a resumed run
+    assert (best["epoch"], best["best"]) == (1, (0.5, 1))
 
 
 def test_best_pt_that_was_deleted_is_written_anew(tmp_path, capsys):
@@ -151,19 +139,6 @@ def test_best_pt_that_was_deleted_is_written_anew(tmp_path, capsys):
         end_epoch(run, top1=0.4)
         assert load(run.files.directory / "best.pt")["epoch"] == best
     assert capsys.readouterr().out.count("the best epoch, 1, is not beside") == 1
-
-
-@pytest.mark.full
-def test_resume_of_an_earlier_checkpoint_does_not_take_a_later_best(tmp_path):
-    argv = (*ODD, "--model", "conv", "--keep-every", "1", "--epochs", "4")
-    straight = train("single", 1, *argv, folder=tmp_path / "a")
-    assert straight.checkpoint("best.pt")["epoch"] > 1
-    early = straight.folder / "epoch-0001.pt"
-    again = train("single", 1, *argv, "--epochs", "1", "--resume", early, folder=tmp_path / "b")
-    assert again.code == 0 and again.checkpoint("best.pt")["epoch"] == 1
-    went_on = train("single", 1, *argv, "--resume", early, folder=tmp_path / "c")
-    assert went_on.checkpoint("best.pt")["epoch"] == straight.checkpoint("best.pt")["epoch"]
-    assert went_on.checkpoint()["best"] == straight.checkpoint()["best"]
 
 
 def test_lowest_loss_or_a_named_metric_decides(tmp_path):

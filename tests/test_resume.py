@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 
 import pytest
 import torch
@@ -27,10 +26,10 @@ import machinery.process
 import machinery.run
 
 ALL = (*EVERYTHING, "--average", "ema")  # dropout and BatchNorm too
-RUNS = [("single", 1, 9), ("ddp", 2, 9)]
+RUNS = [("single", 1, 9), ("ddp", 2, 9), ("fsdp", 2, 9)]
 RUNS += [
     pytest.param(*run, marks=pytest.mark.full)
-    for run in (("single", 1, 6), ("dp", 2, 6), ("ddp", 3, 1), ("spawn", 3, 9), ("fsdp", 2, 9))
+    for run in (("single", 1, 6), ("dp", 2, 6), ("ddp", 3, 1), ("spawn", 3, 9))
 ]
 
 
@@ -63,7 +62,7 @@ def test_interrupted_and_resumed_run_is_bitwise_the_uninterrupted_one(mode, n, s
     ("mode", "n"),
     [
         ("single", 1),
-        *(pytest.param(*o, marks=pytest.mark.full) for o in (("dp", 2), ("fsdp", 2), ("spawn", 4))),
+        *(pytest.param(*o, marks=pytest.mark.full) for o in (("dp", 2), ("spawn", 4))),
     ],
 )
 def test_run_goes_on_in_another_mode_and_at_another_world_size(mode, n, tmp_path):
@@ -83,13 +82,10 @@ def test_loss_scale_of_fp16_goes_on_at_resume(tmp_path):
     straight = single_run(*argv)
     stopped = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(stop_after, 5))
     assert stopped.code == 143
-    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path)
-    assert resumed.checkpoint()["scaler"] == straight.checkpoint()["scaler"]
-    assert resumed.checkpoint()["scaler"]["_growth_tracker"] > 0
-    assert all(
-        tensor.equal(straight.checkpoint()["model"][name])
-        for name, tensor in resumed.checkpoint()["model"].items()
-    )
+    half_way = stopped.checkpoint()["scaler"]
+    resumed = train("single", 1, *argv, "--resume", "auto", folder=tmp_path).checkpoint()
+    assert resumed["scaler"] == straight.checkpoint()["scaler"] != half_way
+    assert deviation(resumed["model"], straight.checkpoint()["model"]) == 0
 
 
 def test_resume_auto_goes_on_or_begins_anew(tmp_path, monkeypatch, handlers):
@@ -104,23 +100,12 @@ def test_resume_auto_goes_on_or_begins_anew(tmp_path, monkeypatch, handlers):
     path, found = find(folder, "auto")
     assert found["global_step"] == 1 and path == folder / "last.pt"
     assert find(tmp_path / "empty", "auto") == (None, None)
-    best = tmp_path / "best alone" / "best.pt"
-    best.parent.mkdir()
-    shutil.copy(folder / "best.pt", best)
-    with pytest.raises(common.UsageError, match=r"no last\.pt in .*best alone, but best\.pt"):
-        find(best.parent, "auto")  # which a new run would overwrite
 
 
 # ---------------------------------------------------------------------- the same run or another one
 
 
-REFUSED = ["--seed 1", "--batch-size 29", "--optimizer adamw", "--average ema", "--balanced"]
-MANY = "--lr 0.2,--schedule constant,--accum-steps 2,--clip-grad-norm 1,--weight-decay 0,--dtype float64"
-REFUSED += [pytest.param(option, marks=pytest.mark.full) for option in MANY.split(",")]
-REFUSED += ["--task TASKS/everything.py"]
-
-
-@pytest.mark.parametrize("change", REFUSED)
+@pytest.mark.parametrize("change", ["--seed 1", "--dtype float64", "--task TASKS/everything.py"])
 def test_changed_option_that_would_change_the_run_is_refused_by_name(change, finished, tmp_path):
     option, *value = change.replace("TASKS", str(TASKS)).split()
     resume = ("--resume", finished.folder / "last.pt")
@@ -129,12 +114,16 @@ def test_changed_option_that_would_change_the_run_is_refused_by_name(change, fin
     assert f"error: {option} " in result.err and "was made with" in result.err
 
 
-def test_changed_option_of_a_task_is_refused_by_name(tmp_path):
-    """It may change the run in any way."""
-    argv = (*BASE, "--epochs", "1")
-    assert train("single", 1, *argv, folder=tmp_path).code == 0
-    result = train("single", 1, *argv, "--model", "dropout", "--resume", "auto", folder=tmp_path)
-    assert result.code == 2 and "error: --model dropout: " in result.err
+@pytest.mark.parametrize("option", ["--batch-size 29", "--accum-steps 2", "--balanced"])
+def test_batches_that_are_cut_otherwise_are_refused_within_an_epoch(option, tmp_path, handlers):
+    """The samples that are left of the epoch would be others."""
+    run = make_run(tmp_path)
+    start_epoch(run)
+    make_step(run, [1.0])
+    run.save("last.pt")
+    end(run)
+    with pytest.raises(common.UsageError, match=option):
+        make_run(tmp_path, "--resume", "auto", *option.split())
 
 
 def test_harmless_changes_are_accepted(finished, tmp_path):
@@ -202,14 +191,6 @@ def renamed_classes(datasets):
     return datasets
 
 
-def other_order_of_training(datasets):
-    """As files are listed by a set(), in another order in each process."""
-    train_set, val_set = datasets
-    other = torch.utils.data.Subset(train_set, range(len(train_set))[::-1])
-    other.classes = val_set.classes
-    return other, val_set
-
-
 def another_model(model):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
@@ -223,10 +204,9 @@ def another_model(model):
             "training samples: 203 in the run of this file, and 202 now; that is other data",
         ),
         ("build_datasets", renamed_classes, "classes: ['0', '1', "),
-        ("build_datasets", other_order_of_training, "hash of training samples: "),
         ("build_net", another_model, "does not fit the model or the optimizer"),
     ],
-    ids=["samples", "classes", "order", "model"],
+    ids=["samples", "classes", "model"],
 )
 def test_checkpoint_of_other_data_or_another_model_is_refused(name, change, message, tmp_path):
     argv = (*SMALL, "--epochs", "1")
