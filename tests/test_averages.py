@@ -9,8 +9,6 @@ from runs import make_run
 from short_runs import ODD
 from torch import nn
 
-import common
-
 
 def test_ema_is_what_it_says(tmp_path, handlers):
     net = nn.BatchNorm1d(3)
@@ -66,7 +64,6 @@ def same(one, other):
     ("mode", "n", "average"),
     [
         ("ddp", 2, "ema"),
-        pytest.param("dp", 2, "ema", marks=pytest.mark.full),
         pytest.param("single", 1, "none", marks=pytest.mark.full),
     ],
 )
@@ -84,29 +81,3 @@ def test_infinite_buffers_survive_training_averages_and_saves(mode, n, average, 
         assert "passing" not in found
     assert all(math.isfinite(line["loss"]) for line in result.lines)
     assert (result.folder / "best.pt").exists()
-
-
-def test_network_that_grows_a_buffer_is_not_averaged():
-    """Its tensors would be taken for one another."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    average = common.WeightAverage(net, 0.99)
-    average.after_step(net)
-    net[0].register_buffer("late", torch.full((2,), 7.0))
-    with pytest.raises(ValueError, match="zip"):
-        average.after_step(net)
-
-
-def test_hook_that_holds_a_module_is_not_averaged():
-    """The copy would call the hook of the network, with the network's weights."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    net[0].register_forward_hook(lambda *_: None)
-    common.WeightAverage(net, 0.99)
-    net[0].register_forward_hook(lambda module, inputs, outputs: net[1](outputs))
-    own = nn.Linear(2, 2)
-    own.both = lambda inputs: own.weight + inputs  # for its forward
-    plain, given = nn.Linear(2, 2), torch.ones(2)
-    plain.act = lambda inputs: nn.functional.gelu(net(inputs) + given)  # a teacher, a constant
-    common.WeightAverage(plain, 0.99)
-    for closed in net, own:
-        with pytest.raises(common.UsageError, match="a function in Linear is a closure over a mod"):
-            common.WeightAverage(closed, 0.99)
