@@ -1,12 +1,9 @@
 """Files and names that mean harm: no checkpoint runs code, no name reaches a shell, nothing of the current folder is imported."""
 
-import io
 import os
 import pickle
-import re
 import shutil
 import subprocess
-import tarfile
 import zipfile
 
 import pytest
@@ -31,54 +28,35 @@ def torch_zip(path, value):
     torch.save(value, path)
 
 
-def legacy(path, value):
-    torch.save(value, path, _use_new_zipfile_serialization=False)
-
-
 def bare_pickle(path, value):
     path.write_bytes(pickle.dumps(value))
 
 
 def run_it(path):
     """What a careless program would do with the file."""
+    content = path.read_bytes()
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as file:
             content = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as file:
-            content = file.extractfile("pickle").read()
-    else:
-        content = path.read_bytes()
-    stream = io.BytesIO(content)
-    while stream.tell() < len(content):  # the legacy format is a row of pickles
-        unpickler = pickle.Unpickler(stream)
-        unpickler.persistent_load = lambda key: None
-        unpickler.load()
+    pickle.loads(content)
 
 
-PLACES = {
-    "alone": lambda harm: harm,
-    "among the weights": lambda harm: {
-        "format": common.FORMAT,
-        "config": {},
-        "model": {"conv1.weight": harm},
-    },
-    "as an option": lambda harm: {"format": common.FORMAT, "config": {"lr": harm}, "model": {}},
-    "as a key": lambda harm: {"format": common.FORMAT, "config": {}, "model": {}, harm: 0},
-}
+def alone(harm):
+    return harm
+
+
+def as_an_option(harm):
+    return {"format": common.FORMAT, "config": {"lr": harm}, "model": {}}
 
 
 @pytest.mark.parametrize(
     ("write", "place"),
-    [
-        *((torch_zip, place) for place in PLACES),
-        *((write, "as an option") for write in (legacy, bare_pickle)),
-    ],
+    [(torch_zip, alone), (torch_zip, as_an_option), (bare_pickle, as_an_option)],
 )
 def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place, tmp_path, capfd):
     path, owned = tmp_path / "run" / "last.pt", tmp_path / "owned"
     path.parent.mkdir()
-    write(path, PLACES[place](Hostile(owned)))
+    write(path, place(Hostile(owned)))
     for folder, choice in ((tmp_path / "other", path), (tmp_path, "auto")):
         with pytest.raises(common.UsageError) as error:
             make_run(folder, "--resume", choice)
@@ -87,11 +65,6 @@ def test_hostile_checkpoint_is_refused_in_one_line_and_does_not_run(write, place
         assert not owned.exists()
     run_it(path)
     assert owned.exists(), "the file was hostile indeed"
-
-
-def test_run_sh_evaluates_no_text():
-    script = (ROOT / "run.sh").read_text()
-    assert not re.search(r"\beval\b|\bsource\b|^\s*\. |`|\bsh -c|\$\(\(10#", script, re.MULTILINE)
 
 
 HARMFUL = """it's "$HOME" $(touch owned) `touch owned` ; touch owned & * \\ -x"""
@@ -138,7 +111,7 @@ def harmful(tmp_path, monkeypatch):
     return project, current, call
 
 
-@pytest.mark.parametrize("mode", ["single", "ddp", "spawn"])
+@pytest.mark.parametrize("mode", ["single", "ddp"])
 def test_run_sh_hands_harmful_names_on_as_they_are(mode, harmful):
     project, current, call = harmful
     given = [
@@ -158,7 +131,7 @@ def test_run_sh_hands_harmful_names_on_as_they_are(mode, harmful):
         mode, f"0{n}", *given
     )  # in the shell's arithmetic 08 would be a wrong octal number
     assert finished.returncode == 0 and finished.stderr == ""
-    script = "machinery/launch.py" if mode in ("ddp", "fsdp") else f"train_{mode}.py"
+    script = "machinery/launch.py" if mode == "ddp" else "train_single.py"
     assert (
         calls[-1][:2] == [str(current), str(project / script)] and calls[-1][-len(given) :] == given
     )
