@@ -40,18 +40,12 @@ import sampling
 
 TIMEOUT = 120  # seconds that any group of processes may take
 
-context = multiprocessing.get_context(
-    "fork" if "TESTS_FORK" in os.environ else "forkserver"
-)  # fork: of a process that has torch
-one_thread = (
-    threading.Lock()
-)  # starting a process reads the exit codes of all others, and an exit code can be read only once
-SLOW = [
-    "torch._dynamo",
-    "torchvision.datasets",
-    "torchvision.models",
-    "torchvision.transforms.v2",
-]  # the first belongs to any optimizer
+# fork: of a process that has torch
+context = multiprocessing.get_context("fork" if "TESTS_FORK" in os.environ else "forkserver")
+# Starting a process reads the exit codes of all others, and an exit code can be read only once.
+one_thread = threading.Lock()
+SLOW = ["torch._dynamo"]  # which any optimizer imports
+SLOW += ["torchvision.datasets", "torchvision.models", "torchvision.transforms.v2"]
 multiprocessing.set_forkserver_preload([*SLOW, "train_ddp"])
 
 
@@ -100,10 +94,8 @@ def run_processes(
             wait([process.sentinel], max(0, deadline - time.monotonic()))
             with one_thread:
                 code = process.exitcode
-            if code not in (
-                0,
-                None,
-            ):  # the others may wait for this one: they get a moment, not the whole time-out
+            if code not in (0, None):
+                # The others may wait for this one: they get a moment, not the whole time-out.
                 deadline = min(deadline, time.monotonic() + 20)
     finally:
         for process in processes:
@@ -124,10 +116,8 @@ def _child(target: Callable[[], int | None], out: Path, err: Path) -> None:
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115 (a fork has those of pytest)
     torch.set_num_threads(1)
     machinery.process.at_end.pop_all()  # a fork has what tests did in pytest's process
-    machinery.process._is_program = False
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGKILL
-    )  # PR_SET_PDEATHSIG: end with the test process, even if that is killed
+    # PR_SET_PDEATHSIG: end with the test process, even if that is killed
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     code = 1
     try:
         code = target() or 0
@@ -472,14 +462,10 @@ def make_args(mode: str = "single", *argv: str) -> Namespace:
 def walk(value):
     """The value and all that it holds."""
     yield value
-    for child in (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    ):
-        yield from walk(child)
+    children = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple)):
+        for child in children:
+            yield from walk(child)
 
 
 def fetched(dataset, epoch, indices, seed=0):

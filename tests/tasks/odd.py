@@ -60,12 +60,6 @@ class Odd(nn.Module):
             self.register_buffer("passing", torch.full((2,), torch.inf), persistent=False)
             self.register_buffer("steps", torch.tensor(2**24 + 1))
             self.register_buffer("flags", torch.tensor([True, False, True]))
-        if "lazy" in parts:
-            self.lazy = nn.LazyLinear(10)
-        if "complex" in parts:
-            self.turn = nn.Parameter(torch.ones(10, dtype=torch.complex64))
-        if "complex_buffer" in parts:
-            self.register_buffer("turn", torch.ones(10, dtype=torch.complex64))
         if "ruined" in parts:
             self.ruined = nn.Parameter(torch.zeros(2), requires_grad=False)
 
@@ -80,8 +74,6 @@ class Odd(nn.Module):
                 self.flags.logical_not_()
         if hasattr(self, "ruined") and self.training:
             self.ruined.data[0] = torch.nan
-        if hasattr(self, "lazy"):
-            outputs = self.lazy(outputs)
         if "noise" in MODEL and not self.training:
             outputs = outputs + torch.randn_like(outputs) + random.random() + np.random.rand()
         return outputs
@@ -102,8 +94,6 @@ def per_sample_metrics(outputs, targets):
         metrics["threes"] = (targets == 3).float()
     if "last_lacks" in MODEL and evaluation and len(targets) > 1:
         metrics["extra"] = metrics["top1"]
-    if "constant" in MODEL:
-        metrics = {"constant": torch.ones(len(targets))}
     return metrics
 
 

@@ -73,9 +73,9 @@ class Teacher(Layer):
 
 
 class Counts(Layer):
-    """It keeps a number that is no tensor, and asks for the version of what it loads."""
+    """It keeps a number that is no tensor."""
 
-    calls, _version = 0, 3
+    calls = 0
 
     def factor(self, value):
         self.calls += 1
@@ -87,20 +87,10 @@ class Counts(Layer):
     def set_extra_state(self, state):
         self.calls = state["calls"]
 
-    def _load_from_state_dict(self, state, prefix, metadata, *others):
-        if metadata.get("version") != 3:
-            raise ValueError(f"version {metadata.get('version')}")
-        super()._load_from_state_dict(state, prefix, metadata, *others)
-
 
 class Unreadable(Counts):
     def get_extra_state(self):
         return type(self)
-
-
-class Silent(Counts):
-    def get_extra_state(self):
-        raise RuntimeError("nothing to say")
 
 
 class OwnNorm(nn.BatchNorm1d):
@@ -140,17 +130,6 @@ class CachedForEver(Cached):
     persistent = True
 
 
-class Expanded(Layer):
-    """All numbers of its buffer lie at one place."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("gain", torch.ones(1).expand(32))
-
-    def factor(self, value):
-        return self.gain
-
-
 class Volume(Layer):
     def __init__(self):
         super().__init__()
@@ -163,7 +142,6 @@ class Volume(Layer):
 KINDS = {
     "cached": Cached,
     "kept": CachedForEver,
-    "expanded": Expanded,
     "volume": Volume,
     "replaced": Replaced,
     "passing": Passing,
@@ -171,7 +149,6 @@ KINDS = {
     "teacher": Teacher,
     "counts": Counts,
     "unreadable": Unreadable,
-    "silent": Silent,
     "norm": lambda: OwnNorm(32),
     "parameters": Parameters,
 }

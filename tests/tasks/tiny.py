@@ -4,9 +4,9 @@ conv (always there), batchnorm, dropout, unused (a layer that no image uses, and
 """
 
 import torch.nn.functional as F
+from small import build_datasets
 from torch import nn
 
-import task
 from task import per_sample_loss, per_sample_metrics
 
 __all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
@@ -16,21 +16,13 @@ def add_options(parser):
     parser.add_argument("--model", default="conv")
 
 
-def build_datasets(args):
-    train, held_out = task.build_datasets(args)
-    for dataset, length in ((train, 203), (held_out, 57)):
-        dataset.targets = dataset.targets[:length]
-    return train, held_out
-
-
 class Tiny(nn.Module):
     """Images [n, 1, 8, 8] -> [n, 10]. BatchNorm replaces normalisations over one sample, in 2-D and 1-D and with both kinds of momentum."""
 
     def __init__(self, parts):
         super().__init__()
-        bias = (
-            "batchnorm" not in parts
-        )  # its gradient would be zero but for rounding, and AdamW would make steps of that
+        # Beside BatchNorm its gradient would be zero but for rounding: AdamW would make steps of that.
+        bias = "batchnorm" not in parts
         self.conv1 = nn.Conv2d(1, 8, 3, padding=1, bias=bias)
         self.norm1 = nn.BatchNorm2d(8) if "batchnorm" in parts else nn.GroupNorm(2, 8)
         self.conv2 = nn.Conv2d(8, 32, 3, padding=1, bias=bias)
@@ -48,9 +40,8 @@ class Tiny(nn.Module):
         features = F.max_pool2d(F.relu(self.norm1(self.conv1(images))), 2)
         features = F.adaptive_max_pool2d(self.drop2(self.conv2(features)), 2).flatten(1)
         features = self.drop3(F.relu(self.norm2(features)))
-        if hasattr(
-            self, "rarely"
-        ):  # for one image in twenty: in most steps some ranks do not use the layer, in some steps no rank does
+        if hasattr(self, "rarely"):
+            # For one image in twenty: in most steps some ranks do not use the layer, in some steps no rank does.
             chosen = (images.sum((1, 2, 3)) > 9).nonzero().flatten()
             if len(chosen):
                 features = features.index_add(0, chosen, F.relu(self.rarely(features[chosen])))
@@ -59,7 +50,6 @@ class Tiny(nn.Module):
 
 def build_model(args):
     parts = args.model.split("+")
-    assert parts[0] == "conv" and set(parts) <= {"conv", "batchnorm", "dropout", "unused"}, (
-        args.model
-    )
+    known = {"conv", "batchnorm", "dropout", "unused"}
+    assert parts[0] == "conv" and set(parts) <= known, args.model
     return Tiny(parts)
