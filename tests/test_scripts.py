@@ -1,6 +1,6 @@
 """The scripts as texts: short diffs, the same loops, no branch on the mode, imports in one direction.
 
-And sizes as the design says, and a README and pages that are not stale.
+And a README and pages that are not stale.
 """
 
 import ast
@@ -17,7 +17,6 @@ from readme import DIFFS, SCRIPTS, changed_lines
 import machinery.cli
 
 BUDGETS = dict(zip(DIFFS, (35, 20, 30, 25)))
-OWN_LINES = 4792  # of the product: tests/, tools/, examples/ and two of the tasks are beside it
 PARTS = ("train_*.py", "task.py", "tasks/*.py", "sampling.py", "common.py", "machinery/*.py")
 PROGRAMS = sorted(path for part in PARTS for path in ROOT.glob(part))
 
@@ -62,14 +61,6 @@ def test_tasks_know_nothing_of_ranks_and_no_program_of_one_maker():
         assert not found, f"{path} asks for one maker's device"
 
 
-def test_own_python_stays_small():
-    assert set(ROOT.glob("*.py")) <= set(PROGRAMS)
-    lines = {path.name: path.read_text().splitlines() for path in PROGRAMS}
-    assert max(len(line) for of in lines.values() for line in of) <= 100
-    beside = {"detect.py", "pose.py"}
-    assert sum(len(of) for name, of in lines.items() if name not in beside) <= OWN_LINES
-
-
 # ------------------------------------------------------------ imports
 
 # Who may import whom: only what stands further to the right. So there is no circle either.
@@ -79,46 +70,26 @@ ORDER += ["tasks.detect", "tasks.pose", "tasks.images", "task", "sampling", "com
 
 
 def imports(name, tree, modules):
-    """Return (module, name in it or "", local name, "in a function" or "") for each import.
-
-    Imports of other projects are left out.
-    """
-    found, tops = [], {module.split(".")[0] for module in modules}
+    """Return (module, "in a function" or "") for each import of one of the project's modules."""
+    found = []
 
     def visit(node, where):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             where = "in a function"
         for alias in node.names if isinstance(node, ast.Import) else ():
-            found.append((alias.name, "", alias.asname or alias.name, where))
+            found.append((alias.name, where))
         if isinstance(node, ast.ImportFrom):
             package = name if name == "machinery" else name.rpartition(".")[0]
             base = ".".join(filter(None, [package if node.level else "", node.module]))
             for alias in node.names:
-                whole, local = f"{base}.{alias.name}", alias.asname or alias.name
-                what = (whole, "") if whole in modules else (base, alias.name)
-                found.append((*what, local, where))
+                whole = f"{base}.{alias.name}"
+                found.append((whole if whole in modules else base, where))
         for child in ast.iter_child_nodes(node):
             visit(child, where)
 
     visit(tree, "")
-    return [entry for entry in found if str(entry[0]).split(".")[0] in tops]
-
-
-def defined(tree):
-    """Return the names that a module defines itself: not those that it imports."""
-    names = set()
-
-    def visit(node):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        else:
-            for child in ast.iter_child_nodes(node):
-                visit(child)
-
-    visit(tree)
-    return names
+    tops = {module.split(".")[0] for module in modules}
+    return [(module, where) for module, where in found if module.split(".")[0] in tops]
 
 
 def mistakes(root):
@@ -132,56 +103,31 @@ def mistakes(root):
         if not script and name not in ORDER:
             found.append(f"{name} has no place in the order")
             continue
-        local = {}  # what the project's own modules and names are called here
-        for module, attribute, own, where in imports(name, tree, trees):
-            if own:
-                local[own] = (module, attribute)
+        for module, where in imports(name, tree, trees):
             if where:
                 found.append(f"{name} imports {module} {where}")
             if module == "machinery.launch" and name != "train_spawn":
                 found.append(f"{name} imports {module}")
             elif module not in ORDER or (not script and ORDER.index(module) <= ORDER.index(name)):
                 found.append(f"{name} imports {module}, which is not below it")
-        modules = {own: module for own, (module, attribute) in local.items() if not attribute}
-        attributes = {
-            ast.unparse(node): (modules[ast.unparse(node.value)], node.attr)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules
-        }
-        uses = [entry for entry in local.values() if entry[1]] + [*attributes.values()]
-        for module, attribute in dict.fromkeys(uses):
-            known = module not in trees or f"{module}.{attribute}" in trees
-            if not known and attribute not in defined(trees[module]):
-                found.append(f"{name} takes {attribute} from {module}, which does not define it")
-        for node in tree.body:
-            value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
-            if value and ast.unparse(value) in [*local, *attributes]:
-                found.append(f"{name} gives {ast.unparse(value)} another name")
     return found
 
 
-def test_imports_go_one_way_and_straight_to_where_a_name_is_defined():
+def test_imports_go_one_way():
     assert mistakes(ROOT) == []
 
 
-def test_a_script_needs_at_most_seven_files():
-    names = {path.stem for path in PROGRAMS} | {f"machinery.{path.stem}" for path in PROGRAMS}
-    found = {module for module, *_ in imports("train_ddp", ast.parse(SCRIPTS["ddp"]), names)}
-    assert 1 < len(found) <= 7, found
-
-
 SOUND = {
-    "common.py": "from torch import nn\nclass UsageError(ValueError): ...\n",
-    "sampling.py": "from common import UsageError\ndef seed(): ...\n",
+    "common.py": "import torch\n",
+    "sampling.py": "from common import UsageError\n",
     "machinery/__init__.py": "",
-    "machinery/process.py": "import common\nwrong = common.UsageError('x')\ndef tell(): ...\n",
-    "machinery/usertask.py": "from machinery.process import tell\nclass Task: ...\n",
-    "machinery/run.py": "from machinery.usertask import Task\nclass Run: ...\n",
-    "train_single.py": "import common\nfrom machinery.run import Run\ncommon.UsageError\n",
+    "machinery/process.py": "import common\n",
+    "machinery/usertask.py": "from machinery.process import tell\n",
+    "machinery/run.py": "from machinery.usertask import Task\n",
+    "train_single.py": "import common\nfrom machinery.run import Run\n",
 }
 LATE = "def late():\n    import common"
 UP = "{} imports {}, which is not below it".format
-OTHER = "{} takes {} from {}, which does not define it".format
 
 
 @pytest.mark.parametrize(
@@ -195,13 +141,6 @@ OTHER = "{} takes {} from {}, which does not define it".format
             [UP("machinery.usertask", "machinery.run")],
         ),
         ("train_single.py", LATE, ["train_single imports common in a function"]),
-        ("train_single.py", "common.nn.Linear", [OTHER("train_single", "nn", "common")]),
-        (
-            "machinery/run.py",
-            "from .usertask import tell",
-            [OTHER("machinery.run", "tell", "machinery.usertask")],
-        ),
-        ("machinery/run.py", "Again = Task", ["machinery.run gives Task another name"]),
         ("machinery/new.py", "", ["machinery.new has no place in the order"]),
     ],
 )
