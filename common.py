@@ -12,14 +12,17 @@ import contextlib
 import copy
 import dataclasses
 import fnmatch
+import inspect
+import io
 import itertools
 import math
 import os
+import shutil
 import sys
-import types
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 
 MAX_SKIPPED_IN_A_ROW = 10
-FORMAT = 3  # of a checkpoint; a new number when an earlier one would be resumed wrongly
+FORMAT = 4  # of a checkpoint; a new number when an earlier one would be resumed wrongly
 
 
 class UsageError(ValueError):
@@ -135,13 +138,23 @@ def print0(*values: Any, file: Any = None) -> None:
 def reduce_value(value: Tensor, average: bool = True) -> Tensor:
     """Return the mean (or the sum) of `value` over all ranks.
 
-    The result is a new tensor: the loop may still need `value` for its backward.
+    The result is a new tensor: `value` itself stays as it is, for the backward.
     """
     value = value.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(value)  # sum
         value = value / dist.get_world_size() if average else value
     return value
+
+
+def patient_group() -> dist.ProcessGroup | None:
+    """Return a group of all ranks that waits a week: rank 0 may write to a slow disk.
+
+    Call it on every rank. Without a process group it returns None.
+    """
+    if not dist.is_initialized():
+        return None
+    return dist.new_group(timeout=timedelta(days=7), backend="gloo")
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -224,7 +237,7 @@ def sync_buffers(net: nn.Module) -> None:
 
 
 def settle_buckets(model: nn.Module) -> None:
-    """Let DDP sort its gradient buckets now, so that a resumed run sorts them as a new run does.
+    """Fix the order of DDP's gradient buckets now, the same in a new and in a resumed run.
 
     DDP sorts them once, in the order in which the first backward finishes. The last bit of a sum
     over three or more ranks depends on the place of a gradient in its bucket. This backward gives
@@ -261,7 +274,9 @@ def tree_map(
     if is_leaf(tree):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: tree_map(function, value, is_leaf) for key, value in tree.items()}
+        found = copy.copy(tree)  # of its own type; a state dict also has the modules' versions
+        found.update({key: tree_map(function, value, is_leaf) for key, value in tree.items()})
+        return found
     if isinstance(tree, (list, tuple)):
         values = [tree_map(function, value, is_leaf) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
@@ -294,6 +309,13 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
 
+def reshard(net: nn.Module) -> None:
+    """Let fsdp forget the parameters that it has gathered: they are about to change."""
+    for module in net.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def autocast(device: torch.device, amp: str) -> torch.autocast:
     """Return the context of a forward pass in mixed precision: amp is off, bf16 or fp16."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
@@ -319,30 +341,39 @@ def freeze(net: nn.Module, patterns: list[str]) -> None:
         parameters[name].requires_grad_(False)
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     if frozen == len(parameters):
-        option = f"--freeze {' '.join(patterns)}" if patterns else "the model"
+        option = f"--freeze {' '.join(patterns)}"
         raise UsageError(f"{option}: every parameter is frozen, nothing is left to train")
-    if frozen:
-        print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
+    print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
 
 
-def read_tensors(path: str | Path, option: str) -> Any:
+def read_tensors(path: str | Path, option: str, verify: bool = True) -> Any:
     """Read a file of torch.save to the CPU; `weights_only` runs no code of the file.
 
-    Raises UsageError, which begins with `option`, if the file is damaged or of another kind.
+    The tensors stay in the file until they are used: what nobody uses takes no memory. `verify`
+    reads it all, for its checksums. Raises UsageError, which begins with `option`, if the file is
+    damaged or of another kind.
     """
     try:
-        if zipfile.is_zipfile(path):
+        zipped = zipfile.is_zipfile(path)  # old files are not
+        if zipped and verify:
             with zipfile.ZipFile(path) as file:
                 if damaged := file.testzip():  # torch.load does not check the checksums
                     raise ValueError(f"checksum of {damaged} is wrong")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the format of old files
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # a truncated, damaged or hostile file raises almost anything
         # torch's later sentences advise to run the code of the file.
         reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
         problem = f"damaged, or no file of tensors ({reason}); name another file"
         raise UsageError(f"{option} {path}: {problem}") from error
+
+
+def check_loadable(value: Any) -> None:
+    """Raise if a checkpoint could hold the value, but no run could load it."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    torch.load(file, weights_only=True)
 
 
 def has_non_finite(value: Tensor) -> bool:
@@ -351,43 +382,32 @@ def has_non_finite(value: Tensor) -> bool:
     return value.is_floating_point() and not (value.sum().isfinite() or value.isfinite().all())
 
 
-# Under these names files hold weights. The first one found is taken: of an average, which is what
-# was evaluated, before the weights of the last step.
-PARTS = ["average", "ema", "model_ema", "ema_model", "state_dict_ema", "ema_state_dict"]
-PARTS += ["weights", "model_state_dict", "model", "state_dict"]
+def find_weights(content: Any) -> dict[str, Any]:
+    """Return the state dict of a file: a checkpoint has it in `weights`, `model` or `state_dict`.
 
-
-def find_weights(content: Any, source: str) -> dict[str, Any]:
-    """Return the state dict in what a file holds, and print which part was taken and left."""
+    "weights" is what was evaluated: with --average ema the average.
+    """
     content = content if isinstance(content, dict) else {}
-
-    def is_state(value: Any) -> bool:
-        values = value.values() if isinstance(value, dict) else ()
-        return any(isinstance(item, (Tensor, dict)) for item in values)
-
-    found = [part for part in PARTS if is_state(content.get(part))]
-    if not found:
-        return content
-    left = f"; not used: {', '.join(found[1:])}" if found[1:] else ""
-    print0(f"weights: {found[0]} of {source}{left}")
-    return find_weights(content[found[0]], source)
+    parts = [content.get(name) for name in ("weights", "model", "state_dict")]
+    return next((part for part in parts if isinstance(part, dict)), content)
 
 
-def load_weights(net: nn.Module, weights: Any, source: str, complete: bool = False) -> None:
+def load_weights(net: nn.Module, content: Any, source: str, complete: bool = False) -> None:
     """Load every tensor whose name and shape fit, and print the names of the rest.
 
-    `weights` is a state dict, or a checkpoint that holds one. Raises UsageError if nothing fits, or
-    if the model needs more and `complete` is set.
+    `content` is a state dict, or a checkpoint that holds one. The prefixes of DDP and torch.compile
+    are left out. Raises UsageError if nothing fits, or if the model needs more and `complete` is
+    set.
     """
-    weights = {str(name): value for name, value in find_weights(weights, source).items()}
+
+    def plain(name: str) -> str:
+        while name.startswith(("module.", "_orig_mod.")):
+            name = name.partition(".")[2]
+        return name
+
     own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
-
-    def plain(name: str) -> str:  # DDP and compile add to names, also of a part of the model
-        return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
-
-    own_names = {plain(name): name for name in own}
-    given = {own_names.get(plain(n), n): value for n, value in weights.items() if n not in own}
-    given |= {name: weights[name] for name in own if name in weights}  # the exact name wins
+    found = {str(name): value for name, value in find_weights(content).items()}
+    given = {name if name in own else plain(name): value for name, value in found.items()}
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -424,12 +444,26 @@ def build_optimizer(
     no fused SGD for sharded parameters: there SGD takes a few operations over all of them.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UsageError("the model: every parameter is frozen, nothing is left to train")
     if name == "adamw":
         betas = momentum, 0.999
         return torch.optim.AdamW(parameters, lr, betas, weight_decay=weight_decay, fused=True)
     fused = not hasattr(parameters[0], "full_tensor")
     options = {"weight_decay": weight_decay, "nesterov": nesterov}
-    return torch.optim.SGD(parameters, lr, momentum, **options, fused=fused, foreach=not fused)
+    optimizer = torch.optim.SGD(parameters, lr, momentum, **options, fused=fused, foreach=not fused)
+    make_momentum(optimizer)
+    return optimizer
+
+
+def make_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Let the momentum of torch's SGD begin with zero, as a first step does without dampening.
+
+    A fused one would leave it uninitialised if the very first step is skipped.
+    """
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = None) -> None:
@@ -517,120 +551,70 @@ def build_scheduler(
     )
 
 
-class StepGuard:
-    """Skips and counts a step if its gradient has a NaN or an infinity, at every precision.
+class StepGuard(torch.amp.GradScaler):
+    """torch's GradScaler at every precision: it skips a step whose gradient has a NaN or an Inf.
 
-    Call it like torch's GradScaler, which is at work inside with --amp fp16 alone. The check comes
-    after the all-reduce, so all ranks skip the same steps. A skipped step changes no BatchNorm
-    statistics either, where one NaN would stay for ever.
+    Without --amp fp16 its scale stays 1. The gradients are looked at after the all-reduce, so all
+    ranks skip the same steps. A skipped step changes no BatchNorm statistics either, where one NaN
+    would stay for ever.
 
     `skipped` counts skipped steps until the caller sets it to zero; `in_a_row` counts those since
-    the last good step. With fp16 a skip counts there only once the scale has fallen to 1: until
-    then GradScaler is still looking for a scale. Both counts stay on the device, so with a fused
-    optimizer the host does not wait. Create the guard after `net.to(device)`.
+    the last good step, and keeps MAX_SKIPPED_IN_A_ROW once it has reached it. With fp16 a skip
+    counts there only at a scale of 1: at a larger one it means that the scale was too high. Both
+    stay on the device, so with a fused optimizer the host does not wait. Create the guard after
+    `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
-        self.grad_scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+        self.fp16 = amp == "fp16"
+        super().__init__(device.type, init_scale=2.0**16 if self.fp16 else 1.0)
         self.one = torch.ones((), device=device)
         self.skipped, self.in_a_row = (torch.zeros_like(self.one) for _ in range(2))
-        self.optimizer: torch.optim.Optimizer | None = None  # set in the first step
         # By name: a forward may put another tensor in the place of a buffer.
-        places: dict[torch.dtype, list] = {}
+        self.places: dict[torch.dtype, list[tuple[nn.Module, str]]] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-                    places.setdefault(buffer.dtype, []).append((module._buffers, name))
-        self.places = [*places.values()]
-        self.now, self.kept = ([flat(found) for found in self.statistics()] for _ in range(2))
+                if name in ("running_mean", "running_var", "num_batches_tracked"):
+                    self.places.setdefault(buffer.dtype, []).append((module, name))
+        self.keep_statistics()
 
-    def statistics(self) -> list[list[Tensor]]:
-        """Return BatchNorm's buffers, those of one dtype together."""
-        return [[buffers[name] for buffers, name in places] for places in self.places]
+    def keep_statistics(self) -> None:
+        """Keep BatchNorm's statistics as they are now, as one tensor per type: few operations."""
+        self.kept = {dtype: self.statistics(dtype)[0] for dtype in self.places}
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale: small gradients would be zero in fp16."""
-        return self.grad_scaler.scale(loss)
+    def statistics(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Return the statistics of a type as one new tensor, and the buffers that hold them."""
+        buffers = [getattr(module, name) for module, name in self.places[dtype]]
+        return torch.cat([buffer.detach().flatten() for buffer in buffers]), buffers
 
-    def unscale_(self, optimizer: torch.optim.Optimizer, total: int | Tensor = 1) -> None:
-        """Divide the gradient by the scale, and look for NaN and Inf in it.
-
-        `total` is what the losses of this step were divided by. If it is infinite, the global batch
-        had no weight: the step is skipped, and does not count as one of a row.
-        """
-        self.grad_scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        # GradScaler's own kernel: it also divides, here by 1, and looks at the shards of all ranks.
-        self.bad = torch.zeros_like(self.one)  # will be 1 if the step is to be skipped
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.bad, self.one)
-        self.counted = self.bad  # 1 if in_a_row counts that
-        if self.grad_scaler.is_enabled():  # it lowers the scale after such a step
-            self.counted = self.bad * (self.scale(self.one) <= 1)
-        if isinstance(total, Tensor):
-            self.counted = self.counted * (total != math.inf)
-            self.bad = torch.where(total == math.inf, self.one, self.bad)
-
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.optimizer is not optimizer:
-            make_momentum(optimizer)
-            self.optimizer, self.on_device = optimizer, skips_on_device(optimizer)
-        if self.on_device:
-            optimizer.grad_scale, optimizer.found_inf = None, self.bad
-            optimizer.step()
-            del optimizer.grad_scale, optimizer.found_inf
-        elif not self.bad:
-            optimizer.step()
-
-    @torch.no_grad()  # a forward may have put tensors with a gradient in the place of buffers
+    @torch.no_grad()
     def update(self) -> None:
         """Count the step; if it was skipped, put back the statistics from before it."""
-        self.skipped += self.bad
-        self.in_a_row = torch.addcmul(self.counted, self.in_a_row, self.bad)  # 0 after a good step
-        skip = self.bad > 0
-        # `kept` has the statistics after the last good step; `parts` and `old` are views.
-        for buffers, (now, parts), (kept, old) in zip(self.statistics(), self.now, self.kept):
-            torch._foreach_copy_(parts, buffers)
+        scale = self.scale(self.one)  # a tensor on the device: get_scale() would wait for it
+        super().update()  # halves the scale after a skipped step
+        skip = self.scale(self.one) <= scale / 2
+        if not self.fp16:
+            super().update(1.0)
+        self.skipped += skip
+        in_a_row = (self.in_a_row + (scale <= 1)) * skip  # 0 after a good step
+        self.in_a_row = torch.where(self.in_a_row < MAX_SKIPPED_IN_A_ROW, in_a_row, self.in_a_row)
+        for dtype, kept in self.kept.items():
+            now, buffers = self.statistics(dtype)
             torch.where(skip, kept, now, out=kept)
-            torch._foreach_copy_(buffers, old)
-        self.grad_scaler.update()
+            parts = kept.split([buffer.numel() for buffer in buffers])
+            torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(parts, buffers)])
 
     def state_dict(self) -> dict[str, Any]:
         counts = {"skipped": self.skipped.item(), "in_a_row": self.in_a_row.item()}
-        return {**self.grad_scaler.state_dict(), **counts}
+        return {**super().state_dict(), **counts, "fp16": self.fp16}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts; the network was restored before, and its statistics are kept."""
-        self.grad_scaler.load_state_dict(state)
+        """Restore scale and counts, after the network: its statistics are kept."""
+        if self.fp16 == state["fp16"]:  # else --amp is another one now
+            super().load_state_dict(state)
         self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
-        self.kept = [flat(buffers) for buffers in self.statistics()]
-
-
-def flat(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return a copy of the tensors as one, and its parts, in their shapes."""
-    whole = torch.cat([tensor.flatten() for tensor in tensors])
-    parts = whole.split([tensor.numel() for tensor in tensors])
-    return whole, [part.view_as(tensor) for part, tensor in zip(parts, tensors)]
-
-
-def make_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Let the momentum of torch's SGD begin with zero, in every mode. A subclass may keep another.
-
-    Fused SGD would leave it uninitialised if the very first step is skipped.
-    """
-    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        # A first step leaves dampening out: it would not begin with zero.
-        for parameter in group["params"] if group["momentum"] and not group["dampening"] else ():
-            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer looks at `found_inf`, for all parameters."""
-    asks = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler does
-    asks &= type(optimizer).__module__.startswith("torch.")  # a task's own step may do more
-    groups = optimizer.param_groups
-    return asks and all(g.get("fused", True) and not g.get("dampening") for g in groups)
+        self.keep_statistics()
 
 
 def clip_grad_norm(net: nn.Module, limit: float | None, wanted: bool = True) -> Tensor | None:
@@ -651,76 +635,75 @@ def clip_grad_norm(net: nn.Module, limit: float | None, wanted: bool = True) -> 
 # ------------------------------------------------------------------------- average of the weights
 
 
-class WeightAverage(nn.Module):
+class WeightAverage:
     """An exponential average, over steps, of the parameters and of BatchNorm's statistics.
 
-    The average is `module`, a network like `net`. All other buffers in it are copies: the mean of
-    an infinite mask would be NaN, and the mean of a large integer would be rounded. If it is not
-    `enabled`, it does nothing, and its state is empty.
+    `tensors` has the averages, under the names that the weights have in the network. An evaluation
+    swaps the two. All other buffers, as masks and counters, are those of the network. Without
+    `enabled` it does nothing. Create it after `net.to(device)`, and after sharding.
     """
 
     def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
-        super().__init__()
-        own, empty = {*net.parameters(), *net.buffers(), *net.modules()}, types.CellType()
-        for module in net.modules() if enabled else ():
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            for function in [*hooks, *vars(module).values()]:
-                cells = getattr(function, "__closure__", None) or ()
-                held = [cell.cell_contents for cell in cells if cell != empty]
-                if any(isinstance(value, (nn.Module, Tensor)) and value in own for value in held):
-                    problem = f"a function in {type(module).__name__} is a closure over a module"
-                    raise UsageError(f"--average: {problem}; its copy would share it: use a method")
-        self.module = copy.deepcopy(net) if enabled else nn.Module()
-        self.decay, self.enabled, self.n_averaged = decay, enabled, 0  # steps so far
-        ids = {id(p) for p in self.module.parameters() if p.is_floating_point()}
-        for norm in batch_norms(self.module):
-            ids |= {id(norm.running_mean), id(norm.running_var)}
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        self.is_averaged = [id(value) in ids for value in tensors]  # the others are copied
-        modules, default = self.module.named_modules(), nn.Module.get_extra_state
-        self.extra = [name for name, m in modules if type(m).get_extra_state is not default]
+        self.net, self.decay, self.enabled, self.n_averaged = net, decay, enabled, 0  # steps so far
+        own = self.of_network().items() if enabled else ()
+        self.tensors = {name: value.detach().clone() for name, value in own}
+
+    def of_network(self, **options: bool) -> dict[str, Tensor]:
+        """Return the network's tensors that are averaged, by name; `options` of named_parameters.
+
+        A forward may put another tensor in the place of a buffer: so they are asked for anew.
+        """
+        found = dict(self.net.named_parameters(**options))
+        statistics = ("running_mean", "running_var")
+        found |= {n: b for n, b in self.net.named_buffers(**options) if n.endswith(statistics)}
+        return {name: value for name, value in found.items() if value.is_floating_point()}
 
     @torch.no_grad()
-    def after_step(self, net: nn.Module) -> None:
-        """Move the average towards the weights of `net`; the first step copies them."""
+    def after_step(self) -> None:
+        """Move the average towards the weights of the network; the first step copies them."""
         if not self.enabled:
             return
         n = self.n_averaged
         # The weight of the new values: larger at first, so that the start is forgotten.
         share = 1 - min(self.decay, (1 + n) / (10 + n)) if n else 1.0
-        averages, values = ([*m.parameters(), *m.buffers()] for m in (self.module, net))
-        groups: dict[Any, list] = {}
-        for averaged, mine, new in zip(self.is_averaged, averages, values, strict=True):
-            groups.setdefault((averaged, type(mine)), []).append((mine, new))
-        for (averaged, _), pairs in groups.items():  # sharded tensors by themselves
-            mine, new = zip(*pairs)
-            if averaged:
-                torch._foreach_lerp_(mine, new, share)
-            else:
-                torch._foreach_copy_(mine, new)
+        groups: dict[type, list] = {}
+        for name, new in self.of_network().items():
+            groups.setdefault(type(self.tensors[name]), []).append((self.tensors[name], new))
+        for pairs in groups.values():  # sharded tensors by themselves
+            averages, values = zip(*pairs)
+            torch._foreach_lerp_(averages, values, share)
         self.n_averaged += 1
-        for name in self.extra:
-            state = net.get_submodule(name).get_extra_state()
-            self.module.get_submodule(name).set_extra_state(copy.deepcopy(state))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averaged network, under its own names, and `n_averaged`."""
-        state = self.module.state_dict()
-        if self.enabled:
-            state["n_averaged"] = self.n_averaged
-        return state
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Have the average in the network within this context; without an average do nothing."""
+        self.swap()
+        try:
+            if self.n_averaged:
+                sync_buffers(self.net)  # each rank has averaged its own statistics
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        if not self.n_averaged:
+            return
+        reshard(self.net)
+        for name, value in self.of_network().items():
+            trained = value.clone()
+            value.copy_(self.tensors[name])
+            self.tensors[name].copy_(trained)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` has returned."""
-        state = copy.copy(state)
-        self.n_averaged = int(state.pop("n_averaged", 0))
-        self.module.load_state_dict(state)
+        """Load `n_averaged` and the tensors."""
+        if self.enabled:
+            for name, value in cut_like(state["tensors"], self.tensors).items():
+                self.tensors[name].copy_(value)
+            self.n_averaged = state["n_averaged"]
 
 
 # ----------------------------------------------------------------------------------------- meters
-
-
-WEIGHT = "\0weight"  # added to the name of a sum, it names what the sum is divided by
 
 
 class Meter:
@@ -732,9 +715,8 @@ class Meter:
         self.clear()
 
     def clear(self) -> None:
-        self.names: list[str] = []
-        self.sums: Tensor | None = None  # of these names
-        self.lists: dict[str, list[list]] = {}
+        self.sums: dict[str, list] = {}  # name: [sum of the values, what it is divided by]
+        self.lists: dict[str, list[list]] = {}  # name: a list of values for each batch
         self.count = 0
 
     @torch.no_grad()
@@ -745,94 +727,71 @@ class Meter:
         total of the weights. A list of n values is kept on the CPU, for the function that `mean` is
         given.
         """
-        for name in [name for name, value in values.items() if isinstance(value, tuple)]:
-            values[name], values[name + WEIGHT] = values[name]
-        if self.names:
-            self._check_names(values)
+        if self.count:
+            self.check_names(values)
         first = next(iter(values.values()))
-        rows = {}
+        first = first[0] if isinstance(first, tuple) else first
+        n = len(first) if getattr(first, "shape", None) != () else 0  # a mean has no length
         for name, value in values.items():
-            if isinstance(value, list) and len(value) == len(first):
+            if isinstance(value, list) and len(value) == n:
                 # A view would be sent to rank 0 with all of its memory.
                 plain = [v.detach().cpu().clone() if isinstance(v, Tensor) else v for v in value]
                 self.lists.setdefault(name, []).append(plain)
                 continue
-            if not isinstance(value, Tensor) or value.dim() != 1 or value.shape != first.shape:
-                kind = type(value).__name__
-                found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else kind
-                found += f" of {len(value)}" if isinstance(value, list) else ""
-                wanted = 'one number per sample, shape [n], as with reduction="none"'
-                raise ValueError(f"{name} must be {wanted}; got {found}")
-            exact = value.is_floating_point() and value.device == self.device
-            rows[name] = value if exact else value.to(self.device, self.dtype)
-        self.names = self.names or [*rows]
-        # All at once: each call of torch takes the host some microseconds.
-        sums = torch.stack([rows[name] for name in self.names]).sum(1, dtype=self.dtype)
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.count += len(first)
+            pair = value if isinstance(value, tuple) else (value,)
+            for part in pair:
+                if not isinstance(part, Tensor) or part.shape != (n,):
+                    kind = type(part).__name__
+                    found = f"shape {list(part.shape)}" if isinstance(part, Tensor) else kind
+                    found += f" of {len(part)}" if isinstance(part, list) else ""
+                    wanted = 'one number per sample, shape [n], as with reduction="none"'
+                    raise ValueError(f"{name} must be {wanted}; got {found}")
+            total = self.sums.setdefault(name, [0, 0])
+            total[0] += pair[0].sum(dtype=self.dtype)
+            total[1] += pair[1].sum(dtype=self.dtype) if len(pair) == 2 else n
+        self.count += n
+
+    def check_names(self, names: Iterable[str]) -> None:
+        if only := ", ".join(sorted({*names} ^ {*self.sums, *self.lists})):
+            problem = "the metrics must have the same names for every batch"
+            raise ValueError(f"{problem}; only some batches have {only}")
 
     def mean(self, function: Callable[[dict[str, list]], dict[str, float]] | None = None) -> dict:
         """Return the mean of each name over all samples of all ranks, and their `count`.
 
         `function` gets the lists of all ranks on rank 0, by name, in the order of the samples. What
-        it returns joins the means on all ranks. It needs an evaluation in ShardSampler's batches.
+        it returns joins the means on all ranks. It needs an evaluation in ShardSampler's batches,
+        and may take as long as it likes.
         """
-        names, sums = self._sums()
-        totals = dict(zip(names, reduce_value(sums, average=False).tolist()))
-        count = totals.pop("count")
-        means = {}
-        for name in [name for name in totals if not name.endswith(WEIGHT)]:
-            divisor = totals.get(name + WEIGHT, count)
-            means[name] = totals[name] / divisor if divisor else math.nan
+        names, lists = broadcast_object(([*self.sums], [*self.lists]))
+        if self.count:  # a rank without a sample has seen no name
+            self.check_names([*names, *lists])
+        sums = [value for name in names for value in self.sums.get(name, [0, 0])]
+        sums = [torch.as_tensor(n).to(self.device, self.dtype) for n in (*sums, self.count)]
+        *totals, count = reduce_value(torch.stack(sums), average=False).tolist()
+        pairs = zip(names, totals[::2], totals[1::2])
+        means = {name: total / weight if weight else math.nan for name, total, weight in pairs}
         if function:
-            ranks: list[Any] = [self.lists]
-            if dist.is_initialized():
-                ranks *= dist.get_world_size()
-                dist.gather_object(self.lists, ranks if get_rank() == 0 else None)
-            first = get_rank() == 0
-            found = function({n: in_order(ranks, n) for n in self.lists}) if first else None
-            found = broadcast_object(found)
+            found = self.of_lists(function)
             if both := ", ".join(found.keys() & means.keys()):
                 raise ValueError(f"dataset_metrics and per_sample_metrics both return {both}")
             means |= {name: float(value) for name, value in found.items()}
         return {**means, "count": int(count)}
 
-    def sums_of_ranks(self) -> dict[str, list[float]]:
-        """Return the sum of each name, and the `count`, for each rank.
-
-        A resumed run goes on from them: from their total it would round differently.
-        """
-        names, sums = self._sums()
-        ranks = [sums]
+    def of_lists(self, function: Callable[[dict[str, list]], dict[str, float]]) -> dict[str, float]:
+        """Return on every rank what the function makes on rank 0 of the lists of all ranks."""
+        ranks: list[Any] = [self.lists]
+        group = patient_group()
         if dist.is_initialized():
-            ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
-            dist.all_gather(ranks, sums)
-        return dict(zip(names, torch.stack(ranks, 1).tolist()))
-
-    def restore(self, sums: dict[str, list[float]]) -> None:
-        """Go on from what `sums_of_ranks` returned; at another world size rank 0 takes all."""
-        ranks = get_world_size()
-        if len(sums["count"]) != ranks:
-            sums = {name: [sum(of)] + [0.0] * (ranks - 1) for name, of in sums.items()}
-        share = {name: of[get_rank()] for name, of in sums.items()}
-        self.count = int(share.pop("count"))
-        self.names = [*share]
-        sums = torch.tensor([*share.values()], device=self.device, dtype=self.dtype)
-        self.sums = sums if self.names else None
-
-    def _check_names(self, names: Iterable[str]) -> None:
-        if only := ", ".join(sorted({*names} ^ {*self.names, *self.lists})):
-            problem = "the metrics must have the same names for every batch"
-            raise ValueError(f"{problem}; only some batches have {only}")
-
-    def _sums(self) -> tuple[list[str], Tensor]:
-        names, lists = broadcast_object((self.names, list(self.lists)))
-        if self.names:  # a rank without a sample has seen no name
-            self._check_names([*names, *lists])
-            sums = self.sums[[self.names.index(name) for name in names]]
-        else:
-            sums = torch.zeros(len(names), device=self.device, dtype=self.dtype)
-        return [*names, "count"], torch.cat([sums, sums.new_full((1,), self.count)])
+            ranks *= dist.get_world_size()
+            dist.gather_object(self.lists, ranks if get_rank() == 0 else None)
+        found = None
+        if get_rank() == 0:
+            found = function({name: in_order(ranks, name) for name in self.lists})
+        found = broadcast_object(found, group)
+        if group:
+            dist.destroy_process_group(group)
+        return found
 
 
 def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
@@ -864,13 +823,20 @@ class State:
         Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them, and
         Run.save adds the rest of a checkpoint.
         """
+        model, average = whole(self.net.state_dict()), whole(self.average.tensors)
+        names = {value: name for name, value in self.average.of_network().items()}
+        evaluated = copy.copy(model)  # the tensors are in the file once
+        if self.average.n_averaged:
+            every_name = self.average.of_network(remove_duplicate=False).items()
+            evaluated.update({name: average[names[value]] for name, value in every_name})
         return {
             "format": FORMAT,
-            "model": whole(self.net.state_dict()),
-            "optimizer": whole(self.optimizer.state_dict()),
+            "weights": evaluated,
+            "model": model,
+            "optimizer": whole(self.optimizer_by_name()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": whole(self.average.state_dict()),
+            "average": {"n_averaged": self.average.n_averaged, "tensors": average},
             "epoch": self.epoch,
             "step": self.step,
             "global_step": self.global_step,
@@ -880,30 +846,73 @@ class State:
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
         self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
-        self._restore_optimizer(checkpoint["optimizer"])
-        self.scheduler.load_state_dict(checkpoint["scheduler"])
+        self.load_optimizer(checkpoint["optimizer"])
         self.scaler.load_state_dict(checkpoint["scaler"])
-        self.average.load_state_dict(cut_like(checkpoint["average"], self.average.state_dict()))
+        self.average.load_state_dict(checkpoint["average"])
         for name in ("epoch", "step", "global_step", "best"):
             setattr(self, name, checkpoint[name])
-        # Compute the rates anew, so that more --epochs take effect at once.
+        peaks = {"base_lrs": self.scheduler.base_lrs}  # of this run's --lr
+        self.scheduler.load_state_dict(checkpoint["scheduler"] | peaks)
+        self.set_position(self.global_step)
+
+    def load_itself(self) -> None:
+        """Load the state into itself. Raises if no checkpoint of it could be loaded again."""
+        states = self.net.state_dict(), self.optimizer_by_name()
+        check_loadable(tree_map(lambda tensor: None, states))  # tensors can always be loaded
+        self.net.load_state_dict(states[0])
+        self.load_optimizer(states[1])
+
+    def set_position(self, global_step: int) -> None:
+        """Count from this step on, with the learning rates that this run's schedule has there."""
+        self.global_step = self.scheduler.last_epoch = global_step
         schedule = zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas)
         for group, (peak, factor) in zip(self.optimizer.param_groups, schedule):
             group["lr"] = peak * factor(self.global_step)
 
-    def _restore_optimizer(self, state: dict[str, Any]) -> None:
-        """Load what `whole` made of an optimizer's state, in which parameters have numbers."""
-        for group, now in zip(state["param_groups"], self.optimizer.param_groups):
-            for name in {"fused", "foreach"} & now.keys():  # they belong to the device and the mode
-                group[name] = now[name]
-        parameters = dict(enumerate(p for g in self.optimizer.param_groups for p in g["params"]))
-        saved = dict(state["state"])  # some optimizers add keys that are no number
-        numbers = parameters.keys() & saved.keys()
-        for i in numbers:
-            saved[i] = cut_like(saved[i], dict.fromkeys(saved[i], parameters[i]))
-        self.optimizer.load_state_dict(state | {"state": saved})
-        for i in numbers:
-            restore_types(self.optimizer.state[parameters[i]], saved[i], parameters[i])
+    def parameter_names(self) -> list[str]:
+        """Return the names of the optimizer's parameters, in its order."""
+        names = {parameter: name for name, parameter in self.net.named_parameters()}
+        return [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def optimizer_by_name(self) -> dict[str, Any]:
+        """Return the optimizer's state dict with names in place of the numbers of parameters.
+
+        So another order of parameters or groups loads too. The form is that of torch's
+        get_optimizer_state_dict, whose import would take half a second.
+        """
+        state, names = self.optimizer.state_dict(), self.parameter_names()
+        numbers = dict(enumerate(names))
+        groups = [g | {"params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
+        by_name = {numbers.get(key, key): value for key, value in state["state"].items()}
+        kind = type(self.optimizer).__name__
+        return state | {"kind": kind, "state": by_name, "param_groups": groups}
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        """Load what `optimizer_by_name` returned.
+
+        The settings of the groups, as `weight_decay`, are those of this run. From the file comes
+        what the optimizer keeps there beside its arguments, as a count of its steps.
+        """
+        if saved["kind"] != type(self.optimizer).__name__:
+            print0(f"the optimizer starts anew: it cannot use the state of {saved['kind']}")
+            return
+        now, names = self.optimizer.state_dict(), self.parameter_names()
+        before = {name: group for group in saved["param_groups"] for name in group["params"]}
+        settings = {*inspect.signature(type(self.optimizer)).parameters, "params", "initial_lr"}
+        for group in now["param_groups"]:
+            old = before.get(names[group["params"][0]], {}) if group["params"] else {}
+            group |= {name: value for name, value in old.items() if name not in settings}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = now["state"]  # it stays that of parameters that did not train before
+        state |= {key: value for key, value in saved["state"].items() if key not in before}
+        for i, (name, parameter) in enumerate(zip(names, parameters)):
+            if name in saved["state"]:
+                of_one = saved["state"][name]
+                state[i] = cut_like(of_one, dict.fromkeys(of_one, parameter))
+        self.optimizer.load_state_dict(now | {"state": state})
+        for i, parameter in enumerate(parameters):
+            if i in state:
+                restore_types(self.optimizer.state[parameter], state[i], parameter)
 
 
 def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor) -> None:
@@ -915,25 +924,21 @@ def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor)
         if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
             now[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         elif isinstance(value, Tensor):
-            now[name] = value.to(now[name].device)
+            now[name] = value.to(now[name].device, copy=True)  # it lies in a file
 
 
-def whole(value: Any) -> Any:
-    """Return the value with whole tensors on rank 0's CPU, and None for each on the other ranks.
+def whole(state: Any) -> Any:
+    """Return the state with whole tensors on rank 0's CPU, and None for each on the other ranks.
 
     Call it on every rank.
     """
-    if isinstance(value, dict):
-        found = copy.copy(value)  # keeps the versions of the modules, which some modules ask for
-        found.update({name: whole(item) for name, item in value.items()})
-        return found
-    if isinstance(value, (list, tuple)):
-        return type(value)(whole(item) for item in value)
-    if not isinstance(value, Tensor):
-        return value
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor().clone()  # a file would hold the padding behind a view
-    return value.to("cpu") if get_rank() == 0 else None
+
+    def on_rank0(tensor: Tensor) -> Tensor | None:
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor().clone()  # a file would hold the padding behind a view
+        return tensor.to("cpu") if get_rank() == 0 else None
+
+    return tree_map(on_rank0, state)
 
 
 def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -955,30 +960,54 @@ def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def save_checkpoint(checkpoint: dict[str, Any], *paths: str | Path) -> None:
     """Write files that are always whole: after a crash, a kill or a full disk the old ones stay.
 
-    All files have the same content. Each is on the disk before the next one is begun.
+    All files have the same content, which is written once.
     """
-    for path in map(Path, paths):
-        temporary = path.with_name(f".{path.name}.tmp")
+    first, *others = map(Path, paths)
+    with replacing(first) as temporary, open(temporary, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())  # the data must be on the disk before a name points to it
+        torch.load(temporary, weights_only=True, mmap=True)  # raises if no run could load it
+    for path in others:
+        copy_checkpoint(first, path)
+
+
+def copy_checkpoint(source: Path, path: Path) -> None:
+    """Give the content of a file a second name, or copy it where the file system has no links."""
+    with replacing(path) as temporary:
         try:
-            with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())  # the data must be on the disk before a name points to it
-            os.replace(temporary, path)  # atomic within one file system
-            directory = os.open(path.parent, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # not every file system can do it
-                os.fsync(directory)  # and the name too
-            os.close(directory)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            problem = f"{path} could not be written (is the disk full?); the last good file stays"
-            raise OSError(f"{problem}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
+            os.link(source, temporary)  # no file is changed once it has its name
+        except OSError:  # the file system has no links
+            shutil.copyfile(source, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a temporary file, which becomes `path` when the block has ended well.
+
+    Raises OSError if it cannot be written; the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # of a run that was killed; it may be a link to another
+        yield temporary
+        os.replace(temporary, path)  # atomic within one file system
+        directory = os.open(path.parent, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # not every file system can do it
+            os.fsync(directory)  # and the name too
+        os.close(directory)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        problem = f"{path} could not be written (is the disk full?); the last good file stays"
+        raise OSError(f"{problem}: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, verify: bool = True) -> dict[str, Any]:
     """Read a checkpoint to the CPU. Raises UsageError if it is damaged, or another kind of file."""
-    checkpoint = read_tensors(path, "--resume")
+    checkpoint = read_tensors(path, "--resume", verify)
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
     position = [checkpoint.get(name) for name in ("epoch", "step", "global_step")]

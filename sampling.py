@@ -257,7 +257,7 @@ def build_loader(
             if "to" in vars(type(dataset)) and getattr(sampler, "classes", None) is None:
                 with contextlib.suppress(torch.OutOfMemoryError):  # too large: it stays here
                     keyed.dataset = dataset.to(device)
-                    workers = 0  # none has to send the batches
+                    workers = 0  # the batches are made on the device
     on_host = keyed.dataset is dataset  # what lies on the device cannot be pinned
     options: dict[str, Any] = {"pin_memory": device.type != "cpu" and on_host}
     if workers:

@@ -36,9 +36,9 @@ dataset_metrics(lists)                   {name: float}: metrics that are no mean
 train_metrics(outputs, targets)          the metrics of the training log; without this function
                                          the log has the loss alone, and no step computes more
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
-add_options(parser)                      calls parser.add_argument for options of this task. A
-                                         resumed run must have the same values, unless
-                                         parser.add_argument(...).may_change = True
+add_options(parser)                      calls parser.add_argument for options of this task, whose
+                                         values are numbers, texts or lists of them. A resumed run
+                                         takes those of the checkpoint; one that is named wins
 """
 
 from __future__ import annotations

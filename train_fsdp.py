@@ -11,11 +11,12 @@ from torch.utils.data import DataLoader
 
 import common
 from common import State, set_up_device
+from machinery.check import check_run
 from machinery.cli import parse_args, run_options, schedule_options
 from machinery.modes import convert_sync_batchnorm, join_forwards, mesh_of_ranks, shard
 from machinery.process import init_method, run_main, timeout
 from machinery.run import Run
-from machinery.usertask import Task, check_run
+from machinery.usertask import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
@@ -36,13 +37,13 @@ def train_one_epoch(
             loss = losses.sum() * (dist.get_world_size() / total)
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # marks a step to skip: NaN, Inf, no weight
+        state.scaler.unscale_(state.optimizer)  # looks for NaN and Inf in the gradients
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
-        state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
+        state.scaler.step(state.optimizer)  # does nothing if it has found one
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()  # after a skipped step too
-        state.average.after_step(state.net)  # for --average ema
+        state.average.after_step()  # for --average ema
         run.end_step(norm)  # counts and logs; saves if due; raises after a signal
 
 
@@ -85,15 +86,14 @@ def main(argv: list[str] | None = None) -> int:
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # BatchNorm over all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
-    for network in [net, average.module] if average.enabled else [net]:
-        shard(network, task.shard_modules(network), mesh)  # the optimizer must hold the shards
+    shard(net, task.shard_modules(net), mesh)  # before the optimizer, which must hold the shards
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
-    scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
+    scaler = common.StepGuard(args.amp, device, net)  # torch's GradScaler; skips NaN at any --amp
+    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     state = State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
@@ -107,11 +107,13 @@ def main(argv: list[str] | None = None) -> int:
         train_one_epoch(args, task, model, train_loader, state, run)
         common.sync_buffers(net)  # all ranks evaluate with rank 0's BatchNorm statistics
         run.save("last.pt")  # the evaluation may crash. If a signal was seen, the run ends here
-        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # net, or its average
+        with average.swapped_in():  # for --average ema: the average is in net meanwhile
+            metrics = evaluate(args, task, net, val_loader, device)
         state.epoch, state.step = state.epoch + 1, 0
         run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best
     if args.eval_only:
-        run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
+        with average.swapped_in():
+            run.log.eval_line(evaluate(args, task, net, val_loader, device))
     run.finish()
     del model  # before the group, which it uses
     dist.destroy_process_group()  # all ranks are done

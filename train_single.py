@@ -9,10 +9,11 @@ from torch.utils.data import DataLoader
 
 import common
 from common import State, set_up_device
+from machinery.check import check_run
 from machinery.cli import parse_args, run_options, schedule_options
 from machinery.process import leaves_no_trace, run_main
 from machinery.run import Run
-from machinery.usertask import Task, check_run
+from machinery.usertask import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
@@ -31,13 +32,13 @@ def train_one_epoch(
             loss = losses.sum() / total
             state.scaler.scale(loss).backward()
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)  # marks a step to skip: NaN, Inf, no weight
+        state.scaler.unscale_(state.optimizer)  # looks for NaN and Inf in the gradients
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
-        state.scaler.step(state.optimizer)  # does nothing if a gradient is NaN or Inf
+        state.scaler.step(state.optimizer)  # does nothing if it has found one
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()  # after a skipped step too
-        state.average.after_step(state.net)  # for --average ema
+        state.average.after_step()  # for --average ema
         run.end_step(norm)  # counts and logs; saves if due; raises after a signal
 
 
@@ -59,7 +60,7 @@ def evaluate(
     return meter.mean(task.dataset_metrics)
 
 
-@leaves_no_trace  # a notebook that calls main finds its process as it was before
+@leaves_no_trace  # a notebook gets its signal handlers and environment back
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("single", argv)
     device = set_up_device(args.device, args.deterministic)
@@ -74,15 +75,15 @@ def main(argv: list[str] | None = None) -> int:
     loading = args.seed, args.workers, args.skip_corrupt, task.collate
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
-    check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
 
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
-    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
-    scaler = common.StepGuard(args.amp, device, net)  # a GradScaler that also skips NaN in float32
+    scaler = common.StepGuard(args.amp, device, net)  # torch's GradScaler; skips NaN at any --amp
+    average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     state = State(net, optimizer, scheduler, scaler, average)
+    check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
@@ -93,11 +94,13 @@ def main(argv: list[str] | None = None) -> int:
     while state.epoch < args.epochs and not args.eval_only:
         train_one_epoch(args, task, model, train_loader, state, run)
         run.save("last.pt")  # the evaluation may crash. If a signal was seen, the run ends here
-        metrics = evaluate(args, task, run.eval_model(), val_loader, device)  # net, or its average
+        with average.swapped_in():  # for --average ema: the average is in net meanwhile
+            metrics = evaluate(args, task, net, val_loader, device)
         state.epoch, state.step = state.epoch + 1, 0
         run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best
     if args.eval_only:
-        run.log.eval_line(evaluate(args, task, run.eval_model(), val_loader, device))
+        with average.swapped_in():
+            run.log.eval_line(evaluate(args, task, net, val_loader, device))
     run.finish()
     return 0
 

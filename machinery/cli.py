@@ -14,22 +14,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common import SCHEDULES, USE_MARKS, UsageError, resolve_device_type
+from common import (
+    SCHEDULES,
+    USE_MARKS,
+    UsageError,
+    check_loadable,
+    load_checkpoint,
+    resolve_device_type,
+)
 from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
-from machinery.usertask import blame, load_module, read_back
+from machinery.usertask import load_module, of_task
 
-# Traits of an option, as bits.
-FIXED = 0  # the same on all nodes, and when a run is resumed
-MAY_CHANGE = 1  # when a run is resumed
-PER_NODE = 2  # may differ between the nodes of a run
-EVALUATED = 4  # the same also when the checkpoint is evaluated
-FREE = MAY_CHANGE | PER_NODE
+# Not stored in a checkpoint, nor taken from one: what belongs to one start of a run, or to one
+# machine. A checkpoint has weights of its own.
+PER_RUN = {"output_dir", "resume", "device", "workers", "eval_only", "check", "weights"}
+PER_RUN |= {"local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "shard_size"}
+# Another one would be another run; the second set, only within an epoch.
+SAME_RUN, SAME_EPOCH = ("task", "seed", "dtype"), ("batch_size", "accum_steps", "balanced")
 
 
 class Option(NamedTuple):
     group: str
     name: str
-    traits: int
     modes: tuple[str, ...]
     settings: dict[str, Any]
 
@@ -47,7 +53,6 @@ def option(
     kind: Any,
     metavar: str | None,
     default: Any,
-    traits: int,
     text: str,
     *modes: str,
     **settings: Any,
@@ -57,13 +62,13 @@ def option(
         text += " (default: task.py)" if default == TASK else " (default: %(default)s)"
     settings |= {"choices": kind} if isinstance(kind, list) else {"type": kind, "metavar": metavar}
     settings |= {"default": default, "help": text}
-    OPTIONS.append(Option(headlines[-1], name, traits, modes, settings))
+    OPTIONS.append(Option(headlines[-1], name, modes, settings))
 
 
-def flag(name: str, traits: int, text: str, default: bool = False) -> None:
+def flag(name: str, text: str, default: bool = False) -> None:
     """Declare a switch with a negative form: --compile and --no-compile."""
     settings = {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
-    OPTIONS.append(Option(headlines[-1], name, traits, (), settings))
+    OPTIONS.append(Option(headlines[-1], name, (), settings))
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -103,7 +108,8 @@ url = like(rf"tcp://{host}:[1-9][0-9]{{0,4}}", "be tcp://HOST:PORT, as tcp://10.
 LAUNCHED = ("ddp", "fsdp")  # modes whose ranks run.sh, torchrun or srun start
 ROOT = Path(__file__).resolve().parent.parent
 TASK = str(ROOT / "task.py")
-TASKS = {path.stem: path for path in sorted((ROOT / "tasks").glob("*.py"))}
+TASKS = {path.stem: str(path) for path in sorted((ROOT / "tasks").glob("*.py"))}
+TASKS["digits"] = TASK
 
 
 def path(text: str) -> str:
@@ -118,126 +124,121 @@ def task_file(name: str) -> str:
     if name not in TASKS:
         problem = f"must be a file with a name that ends in .py, or one of {', '.join(TASKS)}"
         raise argparse.ArgumentTypeError(f"{problem}; got {name!r}")
-    return str(TASKS[name])
+    return TASKS[name]
+
+
+def task_name(file: str) -> str:
+    """Return what --task calls this file: NAME of a task of the project, else the path."""
+    return next((name for name, path in TASKS.items() if path == file), file)
 
 
 # fmt: off
 
 headlines.append("most used")
-option("--task", task_file, "NAME|FILE.py", TASK, EVALUATED | PER_NODE,
+option("--task", task_file, "NAME|FILE.py", TASK,
        "the problem to train on: a name in tasks/, or your file")
-option("--epochs", positive, "N", 30, MAY_CHANGE, "passes over the training set")
-option("--batch-size", positive, "N", 64, FIXED, "samples per optimizer step, over all devices")
-option("--lr", amount, "X", 0.1, FIXED, "peak learning rate")
-option("--amp", ["off", "bf16", "fp16"], None, "off", FIXED, "automatic mixed precision")
-option("--output-dir", filled, "DIR", None, FREE,
+option("--epochs", positive, "N", 30, "passes over the training set")
+option("--batch-size", positive, "N", 64, "samples per optimizer step, over all devices")
+option("--lr", amount, "X", 0.1, "peak learning rate")
+option("--amp", ["off", "bf16", "fp16"], None, "off", "automatic mixed precision")
+option("--output-dir", filled, "DIR", None,
        "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
-option("--resume", path, "auto|FILE", None, FREE,
+option("--resume", path, "auto|FILE", None,
        "continue from a checkpoint; auto: from last.pt in --output-dir if it is there")
 
 headlines.append("data")
-flag("--skip-corrupt", MAY_CHANGE,
+flag("--skip-corrupt",
        "replace a sample that cannot be read by the next one; else the run ends")
-flag("--balanced", FIXED, "draw samples with replacement, from each class equally often")
-option("--workers", whole, "N", None, FREE,
+flag("--balanced", "draw samples with replacement, from each class equally often")
+option("--workers", whole, "N", None,
        "loader processes per device (default: its cores, at most 8; for data `in_memory` 0 on a "
        "CPU, and with `whole_batches` 1 on a GPU, or 0 if they have `to`: then the GPU holds them, "
        "which any N prevents)")
 
 headlines.append("model")
-option("--weights", path, "FILE", None, FREE, "start from the tensors in FILE that fit")
-option("--freeze", filled, "PATTERN", [], EVALUATED,
+option("--weights", path, "FILE", None, "start from the tensors in FILE that fit")
+option("--freeze", filled, "PATTERN", [],
        "do not train the parameters with these names, as 'conv*'; '!conv1.*' leaves some out",
-       nargs="+", action="extend")
+       nargs="*")
 
 headlines.append("optimization")
-option("--accum-steps", positive, "N", 1, FIXED,
+option("--accum-steps", positive, "N", 1,
        "micro-batches per optimizer step; each is cut among the devices")
-option("--eval-batch-size", positive, "N", None, FIXED,
+option("--eval-batch-size", positive, "N", None,
        "samples per forward in evaluation, at most an eighth of the set, rounded up "
        "(default: a micro-batch, at most 128)")
-option("--optimizer", ["sgd", "adamw"], None, "sgd", EVALUATED, "update rule")
-option("--momentum", share, "X", 0.9, FIXED, "of sgd; the first beta of adamw")
-flag("--nesterov", FIXED, "Nesterov momentum, sgd only")
-option("--weight-decay", amount, "X", 1e-3, FIXED, "on every parameter")
-option("--schedule", list(SCHEDULES), None, "cosine", FIXED, "learning rate over the run")
-option("--warmup-epochs", amount, "X", 2.0, FIXED, "linear rise of the learning rate at the start")
-option("--step-epochs", positive, "N", [], FIXED,
+option("--optimizer", ["sgd", "adamw"], None, "sgd", "update rule")
+option("--momentum", share, "X", 0.9, "of sgd; the first beta of adamw")
+flag("--nesterov", "Nesterov momentum, sgd only")
+option("--weight-decay", amount, "X", 1e-3, "on every parameter")
+option("--schedule", list(SCHEDULES), None, "cosine", "learning rate over the run")
+option("--warmup-epochs", amount, "X", 2.0, "linear rise of the learning rate at the start")
+option("--step-epochs", positive, "N", [],
        "step: epochs of the drops; cyclic, sawtooth: length of a cycle",
-       nargs="+", action="extend")
-option("--step-gamma", share, "X", 0.1, FIXED,
+       nargs="*")
+option("--step-gamma", share, "X", 0.1,
        "step: factor of a drop; cyclic, sawtooth: lowest / highest rate")
-option("--final-lr", share, "FRACTION", 0.0, FIXED, "cosine: share of --lr that is left at the end")
-option("--scale-lr", ["none", "linear", "sqrt"], None, "none", FIXED,
+option("--final-lr", share, "FRACTION", 0.0, "cosine: share of --lr that is left at the end")
+option("--scale-lr", ["none", "linear", "sqrt"], None, "none",
        "multiply --lr by the world size, or its root")
-option("--clip-grad-norm", number(float, 1e-12), "X", None, FIXED,
+option("--clip-grad-norm", number(float, 1e-12), "X", None,
        "largest norm of the whole gradient (default: no limit)")
-option("--average", ["none", "ema"], None, "none", EVALUATED,
+option("--average", ["none", "ema"], None, "none",
        "evaluate an exponential average of the weights over the steps")
-option("--ema-decay", number(float, 0, 1), "X", 0.99, FIXED,
+option("--ema-decay", number(float, 0, 1), "X", 0.99,
        "share of the old average in each step; smaller in the first steps")
 
 headlines.append("speed and precision")
-flag("--compile", MAY_CHANGE, "torch.compile the model")
-flag("--channels-last", MAY_CHANGE, "store images and filters as NHWC")
-option("--dtype", ["float32", "float64"], None, "float32", EVALUATED,
+flag("--compile", "torch.compile the model")
+flag("--channels-last", "store images and filters as NHWC")
+option("--dtype", ["float32", "float64"], None, "float32",
        "of the parameters; in float64 all modes print the same digits")
 
 headlines.append("distribution")
-flag("--sync-bn", FIXED,
+flag("--sync-bn",
      "BatchNorm statistics over a micro-batch of all devices (no effect on one)")
-option("--grad-compress", ["none", "bf16", "fp16"], None, "none", FIXED,
+option("--grad-compress", ["none", "bf16", "fp16"], None, "none",
        "send smaller gradients (ddp, spawn)")
-flag("--find-unused-parameters", MAY_CHANGE,
+flag("--find-unused-parameters",
        "for a model that does not use all its parameters in every step")
-option("--timeout", number(float, 1, 10**9), "SECONDS", 600, MAY_CHANGE,
+option("--timeout", number(float, 1, 10**9), "SECONDS", 600,
        "stop the job if a rank does not respond for so many seconds")
 # Old launchers pass it; LOCAL_RANK is read instead.
-option("--local-rank", int, None, None, FREE, argparse.SUPPRESS)
-option("--replicas", positive, "N", None, MAY_CHANGE,
-       "devices (default: all accelerators, or 2 on CPU)", "dp", action="append")
-option("--nproc", positive, "N", None, MAY_CHANGE,
-       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn",
-       action="append")
-option("--shard-size", positive, "N", None, MAY_CHANGE,
+option("--local-rank", int, None, None, argparse.SUPPRESS)
+option("--replicas", positive, "N", None,
+       "devices (default: all accelerators, or 2 on CPU)", "dp")
+option("--nproc", positive, "N", None,
+       "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
+option("--shard-size", positive, "N", None,
        "ranks that share one copy of the model (default: all)", "fsdp")
-option("--nnodes", positive, "N", 1, MAY_CHANGE, "machines", "spawn")
-option("--node-rank", whole, "N", None, FREE,
+option("--nnodes", positive, "N", 1, "machines", "spawn")
+option("--node-rank", whole, "N", None,
        "number of this machine, from 0; needed if there are several", "spawn")
-option("--dist-url", url, "tcp://HOST:PORT", None, FREE,
+option("--dist-url", url, "tcp://HOST:PORT", None,
        "where the machine with --node-rank 0 listens", "spawn")
 
 headlines.append("run")
-option("--best", filled, "NAME[:min]", None, FIXED,
+option("--best", filled, "NAME[:min]", None,
        "what decides best.pt: a metric (default: the first), whose highest value is best; with "
        ":min, as mae:min, or as loss, the lowest")
-option("--seed", number(int, 0, 2**63 - 1), "N", 0, FIXED,
+option("--seed", number(int, 0, 2**63 - 1), "N", 0,
        "of initial weights, order, augmentation, dropout")
-option("--save-every", positive, "STEPS", None, MAY_CHANGE,
+option("--save-every", positive, "STEPS", None,
        "write last.pt this often, not only after each epoch")
-option("--keep-every", positive, "EPOCHS", None, MAY_CHANGE,
+option("--keep-every", positive, "EPOCHS", None,
        "also keep the checkpoint of every N-th epoch")
-flag("--eval-only", MAY_CHANGE, "evaluate what --resume or --weights names, and end")
-option("--log-every", positive, "STEPS", 50, MAY_CHANGE, "steps between two lines of the log")
-flag("--tensorboard", MAY_CHANGE, "also write the log for TensorBoard, into --output-dir")
-option("--device", str, "auto|cpu|cuda|...", "auto", FREE,
+flag("--eval-only", "evaluate what --resume or --weights names, and end")
+option("--log-every", positive, "STEPS", 50, "steps between two lines of the log")
+flag("--tensorboard", "also write the log for TensorBoard, into --output-dir")
+option("--device", str, "auto|cpu|cuda|...", "auto",
        "auto takes the accelerator if there is one")
-flag("--deterministic", MAY_CHANGE, "slower kernels that give the same bits in every run")
-flag("--check", FREE, "try a first batch of each set before the run", True)
+flag("--deterministic", "slower kernels that give the same bits in every run")
+flag("--check", "try a first batch of each set before the run", True)
 # fmt: on
-
-
-def keys(trait: int) -> set[str]:
-    """Return the names, as in the parsed arguments, of the options that have a trait."""
-    return {option.key for option in OPTIONS if trait & option.traits}
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        if unknown := re.search(r"unrecognized arguments: (--[^\s=]+)", message):
-            added = f'"{unknown[1]}"'  # as add_options of a task writes it
-            if tasks := " or ".join(n for n, path in TASKS.items() if added in path.read_text()):
-                raise UsageError(f"{unknown[1]} belongs to --task {tasks}")
         raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
@@ -260,31 +261,62 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_options_of_task(
-    parser: argparse.ArgumentParser, argv: list[str] | None
-) -> tuple[list[str], set[str]]:
-    """Let the file of --task add its options, and return their names in the parsed arguments.
+def options_of_checkpoint(argv: list[str] | None) -> tuple[str, dict[str, Any], int]:
+    """Return the file of the task, the options of a resumed run, and its step within the epoch.
 
-    The second result has those with `may_change`, see task.py: they are FREE. The others are FIXED
-    and EVALUATED.
+    The file is that of --task, else that of the checkpoint, else task.py. A new run has no options.
     """
     first = Parser(allow_abbrev=False, add_help=False)
-    first.add_argument("--task", type=task_file, default=TASK)
-    path = Path(first.parse_known_args(argv)[0].task)
-    check_file("--task", str(path))
+    first.add_argument("--task", type=task_file)
+    first.add_argument("--resume", type=path)
+    first.add_argument("--output-dir", type=filled)
+    named, _ = first.parse_known_args(argv)
+    last = Path(named.output_dir or "/", "last.pt")
+    file = last if named.resume == "auto" else Path(named.resume or "/")
+    saved = load_checkpoint(file, verify=False) if file.is_file() else {"config": {}}
+    config = saved["config"]
+    return named.task or task_file(config.get("task", "digits")), config, saved.get("step", 0)
+
+
+def changes_at_resume(args: argparse.Namespace, config: dict[str, Any], step: int) -> list[str]:
+    """Return a line for each option that the command line names anew: `--lr 0.05 (0.1 before)`.
+
+    Raises UsageError if with one of them the position in the checkpoint would mean nothing.
+    """
+    changes = []
+    for name, before in config.items():
+        now, option = getattr(args, name, before), f"--{name.replace('_', '-')}"
+        if name == "task":
+            before, now = Path(before).name, Path(task_name(now)).name  # a file may have moved
+        if now == before:
+            continue
+        within = name in SAME_EPOCH and step and not args.eval_only
+        if name in SAME_RUN or within:
+            advice = "leave it out" + (", or start anew without --resume" if not within else "")
+            where = " within an epoch" if within else ""
+            raise UsageError(f"{option} {now}: the checkpoint has {before}{where}; {advice}")
+        changes.append(f"{option} {now} ({before} before)")
+    return changes
+
+
+def add_options_of_task(parser: argparse.ArgumentParser, file: str, saved: Any) -> list[str]:
+    """Let the file of a task add its options; return their names in the parsed arguments."""
+    check_file("--task", file)
     before = len(parser._actions)
-    with blame(f"--task {path}: add_options", str(path)):
-        if add_options := getattr(load_module(path), "add_options", None):
-            add_options(parser.add_argument_group(f"task {path.stem}"))
+    with of_task(f"--task {file}: add_options"):
+        if add_options := getattr(load_module(Path(file)), "add_options", None):
+            add_options(parser.add_argument_group(f"task {Path(file).stem}"))
     added = parser._actions[before:]
-    free = {action.dest for action in added if getattr(action, "may_change", False)}
-    return [action.dest for action in added], free
+    for action in added:
+        action.required &= action.dest not in saved  # the checkpoint has it
+    return [action.dest for action in added]
 
 
 def declared(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the command line. A task may have put other things into `args`."""
-    names = {option.key for option in OPTIONS} | {*args.task_options}
-    return {name: value for name, value in vars(args).items() if name in names}
+    """Return the options that a checkpoint holds. A task may have put other things into `args`."""
+    names = ({option.key for option in OPTIONS} | {*args.task_options}) - PER_RUN
+    options = {name: value for name, value in vars(args).items() if name in names}
+    return options | {"task": task_name(args.task)}
 
 
 def schedule_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -296,21 +328,10 @@ def schedule_options(args: argparse.Namespace) -> dict[str, Any]:
 def run_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options that Run takes."""
     names = ("epochs", "output_dir", "resume", "eval_only", "best", "save_every", "keep_every")
-    names += ("log_every", "tensorboard")
-    config = declared(args)
-    fixed = config.keys() - keys(MAY_CHANGE)
-    if args.eval_only:
-        fixed = keys(EVALUATED) | {*args.task_options}  # what changes the numbers
-    per_node = keys(PER_NODE) | args.free_task_options
-    return {name: getattr(args, name) for name in names} | {
-        "replicas": getattr(args, "replicas", 1),
-        "config": config,
-        # In the order of --help: the refusal names the option that was given, as --batch-size, and
-        # not one whose default follows from it, as --eval-batch-size.
-        "fixed": [name for name in config if name in fixed - args.free_task_options],
-        "data_options": args.task_options,
-        "same_on_all_ranks": [name for name in config if name not in per_node],
-    }
+    names += ("log_every", "tensorboard", "changes")
+    options = {name: getattr(args, name) for name in names}
+    options |= {"mode": args.parallel_mode, "replicas": getattr(args, "replicas", 1)}
+    return options | {"config": declared(args)}
 
 
 def parse_args(
@@ -324,26 +345,25 @@ def parse_args(
     launched = mode in LAUNCHED and devices is None  # by torchrun or srun
     if not launched:
         forget_launcher()
-    parser, start = build_parser(mode), os.getcwd()
-    task_options, free = add_options_of_task(parser, argv)
-    moved = os.getcwd()  # by the task's file
-    os.chdir(start)  # to which the paths of the command line belong
-    args = parser.parse_args(argv)
-    args.parallel_mode, args.task_options, args.free_task_options = mode, task_options, free
+    parser = build_parser(mode)
+    task, config, step = options_of_checkpoint(argv)
+    task_options = add_options_of_task(parser, task, config)
+    # What the command line does not name stays as it is here.
+    args = parser.parse_args(argv, argparse.Namespace(**config | {"task": task}))
+    args.parallel_mode, args.task_options = mode, task_options
+    args.changes = changes_at_resume(args, config, step)
     for name in task_options:
         option = f"--{name.replace('_', '-')}"
-        with blame(f"--task {args.task}: {option} must be a number, a text or a list of them"):
-            read_back(getattr(args, name))  # a checkpoint holds it
+        with of_task(f"--task {args.task}: {option} must be a number, a text or a list of them"):
+            check_loadable(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)
-    with blame("the variables of the launcher"):  # numbers, and all of them
-        check_devices(args, mode, devices, launched)
+    check_devices(args, mode, devices, launched)
     check_values(args, mode)
     try:
         check_files(args)
     except OSError as error:  # a name too long, a directory that may not be read
         raise UsageError(f"{error.filename}: {error.strerror}") from error
-    os.chdir(moved)
     return args
 
 
@@ -367,11 +387,8 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None, laun
         here, world_size = (int(os.environ.get(n) or 1) for n in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     else:
         if choice := {"dp": "replicas", "spawn": "nproc"}.get(mode):
-            first, *others = getattr(args, choice) or [2 if device_type == "cpu" else available]
-            if other := next((n for n in others if n != first), None):
-                raise UsageError(f"--{choice} {other}: N, or another --{choice}, is {first}")
-            setattr(args, choice, first)
-            devices = first
+            devices = getattr(args, choice) or (2 if device_type == "cpu" else available)
+            setattr(args, choice, devices)
         here = devices or 1
         world_size = here * getattr(args, "nnodes", 1)
     # SLURM may show each of its tasks one device alone.
@@ -392,31 +409,53 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     """Check options that contradict each other, and what a mode cannot do."""
     if args.eval_batch_size is None:
         args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
-    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
-        raise UsageError("--tensorboard needs the package tensorboard: pip install tensorboard")
-    schedule, steps = args.schedule, args.step_epochs
-    if args.amp != "off" and args.dtype == "float64":
-        problem = f"--amp {args.amp} is half precision and --dtype float64 double"
-        raise UsageError(f"{problem}; leave one out")
-    if schedule == "step" and not steps:
-        raise UsageError("--schedule step needs --step-epochs, when the rate drops, as 15 25")
-    if steps and schedule not in USE_MARKS:
-        use = " or ".join(USE_MARKS)
-        raise UsageError(f"--step-epochs has no effect on --schedule {schedule}; use {use}")
-    if schedule in ("cyclic", "sawtooth") and len(steps) > 1:
-        raise UsageError(f"--schedule {schedule} takes one of --step-epochs, the length of a cycle")
-    if args.grad_compress != "none" and mode not in ("ddp", "spawn"):
-        problem = f"--grad-compress {args.grad_compress} belongs to DDP"
-        raise UsageError(f"{problem}; use ddp or spawn, or leave it out")
-    if mode == "dp" and args.compile:
-        raise UsageError("--compile cannot follow the copies of nn.DataParallel; use ddp or spawn")
-    if mode == "dp" and args.sync_bn:
-        problem = "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"
-        raise UsageError(f"{problem}; use ddp or spawn")
-    if mode == "fsdp" and args.amp == "fp16":
-        raise UsageError("--amp fp16 cannot scale sharded gradients; use --amp bf16")
-    if mode == "fsdp" and args.channels_last:
-        raise UsageError("--channels-last: torch shards contiguous parameters alone")
+    schedule, marks, compress = args.schedule, args.step_epochs, args.grad_compress
+    refused = [
+        (
+            args.tensorboard and not importlib.util.find_spec("tensorboard"),
+            "--tensorboard needs the package tensorboard: pip install tensorboard",
+        ),
+        (
+            args.amp != "off" and args.dtype == "float64",
+            f"--amp {args.amp} is half precision and --dtype float64 double; use --amp off",
+        ),
+        (
+            schedule == "step" and not marks,
+            "--schedule step needs --step-epochs, when the rate drops, as 15 25",
+        ),
+        (
+            marks and schedule not in USE_MARKS,
+            f"--step-epochs has no effect on --schedule {schedule}; use {' or '.join(USE_MARKS)}, "
+            "or give --step-epochs no number",
+        ),
+        (
+            schedule in ("cyclic", "sawtooth") and len(marks) > 1,
+            f"--schedule {schedule} takes one of --step-epochs, the length of a cycle",
+        ),
+        (
+            compress != "none" and mode not in ("ddp", "spawn"),
+            f"--grad-compress {compress} belongs to DDP; use ddp or spawn, or --grad-compress none",
+        ),
+        (
+            mode == "dp" and args.compile,
+            "--compile cannot follow the copies of nn.DataParallel; use ddp, or --no-compile",
+        ),
+        (
+            mode == "dp" and args.sync_bn,
+            "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp, or --no-sync-bn",
+        ),
+        (
+            mode == "fsdp" and args.amp == "fp16",
+            "--amp fp16 is not tested with sharded gradients; use --amp bf16",
+        ),
+        (
+            mode == "fsdp" and args.channels_last,
+            "--channels-last: torch shards contiguous parameters alone; use --no-channels-last",
+        ),
+    ]
+    for found, problem in refused:
+        if found:
+            raise UsageError(problem)
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -436,7 +475,7 @@ def check_files(args: argparse.Namespace) -> None:
     saved = any(directory.glob("*.pt"))
     if args.eval_only and saved:
         return  # it writes nothing there
-    own = args.resume == "auto" or Path(args.resume or "/").resolve().parent == directory.resolve()
+    own = args.resume == "auto" or Path(args.resume or "/").parent.resolve() == directory.resolve()
     logged = not args.eval_only and log.exists() and log.stat().st_size > 0
     if not own and (saved or logged):
         problem = f"--output-dir {directory} already holds a run"

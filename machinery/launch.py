@@ -2,6 +2,9 @@
 
 `bash run.sh ddp|fsdp N [options]` runs this file: it checks the options and then starts the script
 N times, with the variables that torchrun sets. train_spawn.py uses the section of that name.
+
+Why not torchrun: its rendezvous listens on all network interfaces, and it ends with code 1 whatever
+a rank said on purpose (2 for bad input, 3 for divergence, 130 after Ctrl-C).
 """
 
 from __future__ import annotations
@@ -33,20 +36,18 @@ from machinery.process import (
     FAILED,
     GRACE,
     SIGNALS,
-    check_address,
     handle_signals,
     run_main,
     stay_on_this_machine,
     tell,
     use_interface_to,
 )
-from machinery.usertask import blame
 from sampling import end_with_parent
 
 ON_PURPOSE = {2, 3, *SIGNALS.values()}  # exit codes of a rank that has told why it ends
 
 
-def wait_for(processes: list, nnodes: int = 1) -> int:
+def wait_for(processes: list) -> int:
     """Wait for the ranks of this machine, and hand signals on to them; return the exit code.
 
     `processes` are of subprocess or multiprocessing.
@@ -77,12 +78,12 @@ def wait_for(processes: list, nnodes: int = 1) -> int:
         if code is None:
             process.kill()
             process.wait() if hasattr(process, "wait") else process.join()
-    code, cause = diagnose(ended, nnodes, received)
+    code, cause = diagnose(ended, received)
     tell(cause)
     return code
 
 
-def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple[int, str]:
+def diagnose(ended: list[int | None], received: list[int]) -> tuple[int, str]:
     """Return the exit code of the run, and the cause of a failure if no rank has printed it.
 
     `ended` has the exit code of each rank; a negative one is the number of the signal that killed
@@ -92,28 +93,20 @@ def diagnose(ended: list[int | None], nnodes: int, received: list[int]) -> tuple
     # NCCL aborts a rank that has lost another one: it is the cause only if no rank ended otherwise.
     if {*ended} - {None, 0, -signal.SIGABRT}:
         ended = [FAILED if code == -signal.SIGABRT else code for code in ended]
-    if not any(ended):
-        return 0, ""
-    chosen = [code for code in ended if code in ON_PURPOSE and code]
-    killed = [rank for rank, code in enumerate(ended) if code and code < 0]
-    untold = next((code for code in ended if code not in (None, 0, FAILED)), 0)
-    if chosen:  # it has printed the reason
-        return chosen[0], ""
-    if killed:
-        number = -ended[killed[0]]
-        name = next((s.name for s in signal.Signals if s == number), f"signal {number}")
-        if number in received:
-            return 128 + number, f"stopped by {name} with nothing new to save"
-        cause = f"process {killed[0]} was killed by {name}"
-        if number == signal.SIGABRT and None in ended:  # by NCCL, after --timeout
-            cause += f", maybe as it waited for process {ended.index(None)}, which hung"
-        return 1, cause
-    if nnodes > 1:
-        hint = "or a rank on another node was lost; start all nodes again with --resume auto"
-        return 1, f"a rank failed here, {hint}"
-    if untold in ended:  # as by os._exit in a task
-        return 1, f"process {ended.index(untold)} left before the end, with exit code {untold}"
-    return 1, ""
+    codes = {rank: code for rank, code in enumerate(ended) if code}
+    for code in codes.values():
+        if code in ON_PURPOSE:  # the rank has printed the reason
+            return code, ""
+    for rank, code in codes.items():
+        if code < 0:
+            name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
+            if -code in received:
+                return 128 - code, f"stopped by {name} with nothing new to save"
+            return 1, f"process {rank} was killed by {name}"
+    for rank, code in codes.items():
+        if code != FAILED:  # as by os._exit in a task
+            return 1, f"process {rank} left before the end, with exit code {code}"
+    return (1 if codes else 0), ""
 
 
 # ----------------------------------------------------------------------------------- train_spawn.py
@@ -130,18 +123,16 @@ def workers_meet_at(args: Namespace) -> Iterator[str]:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ["LAUNCH_PID"] = str(os.getpid())
     with tempfile.TemporaryDirectory() as directory:
+        os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"
         if args.dist_url:
-            url, option = urlsplit(args.dist_url), f"--dist-url {args.dist_url}"
-            with blame(option):  # a port above 65535
-                check_address(option, url.hostname, url.port, args.node_rank, args.nnodes)
-            use_interface_to(url.hostname)
+            use_interface_to(urlsplit(args.dist_url).hostname)
             if args.nnodes > 1:
                 node = f"node {args.node_rank} of {args.nnodes}"
                 print(f"{node} meets the others at {args.dist_url}", flush=True)
             yield args.dist_url
         else:
             stay_on_this_machine()
-            yield f"file://{directory}/ranks"
+            yield f"file://{os.environ['LAUNCH_RENDEZVOUS_FILE']}"
 
 
 def run_worker(

@@ -18,7 +18,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -35,17 +34,9 @@ from sampling import end_with_parent
 # the later one in this list wins.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 PRIORITY = [*SIGNALS]
-# In the error of a rank that lost another one. A connection of the task itself has other words.
-LOST_CONNECTION = re.compile(
-    r"(gloo|NCCL|SocketImpl|Store).*"
-    r"(by peer|onnection refused|[Bb]roken pipe|remote process exited|got 0 bytes)",
-    re.DOTALL,
-)
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
-SILENCE = 10  # seconds in which only the first rank prints an error that all ranks may have
 _is_program = False  # run_main sets it; it stays False where a notebook calls main
-at_end = contextlib.ExitStack()  # leaves_no_trace closes it
 
 
 class Stopped(Exception):
@@ -54,6 +45,10 @@ class Stopped(Exception):
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(code, reason)
         self.code, self.reason = code, reason
+
+
+class TaskError(UsageError):
+    """What a file of the user raised before the run. Its cause has the traceback."""
 
 
 def error_on_all(message: str) -> Exception:
@@ -99,15 +94,13 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             return main(*arguments, **options)
         environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        if in_main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-            handlers[signal.SIGCHLD] = signal.SIG_IGN
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes of ranks
-        out, err = Output(sys.stdout), Output(sys.stderr)
         try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            with (
+                contextlib.redirect_stdout(Output(sys.stdout)),
+                contextlib.redirect_stderr(Output(sys.stderr)),
+            ):
                 return main(*arguments, **options)
         finally:
-            at_end.close()
             os.environ.clear()
             os.environ.update(environment)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -174,12 +167,15 @@ class StopSignal:
 # -------------------------------------------------------------------------- where ranks find others
 
 
+# The variables by which a launcher tells a rank who it is.
+OF_LAUNCHER = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE"]
+OF_LAUNCHER += ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"]
+
+
 def forget_launcher() -> None:
     """Drop the variables of a launcher around this run, which has other ranks, or none."""
-    ours = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LAUNCH_PID", "LAUNCH_RENDEZVOUS_FILE")
-    for name in [*os.environ]:
-        if name in ours or name.startswith("TORCHELASTIC_"):
-            del os.environ[name]
+    for name in OF_LAUNCHER:
+        os.environ.pop(name, None)
 
 
 def follow_launcher() -> None:
@@ -235,22 +231,6 @@ def take_ranks_of_slurm() -> bool:
     job, step = int(get("SLURM_JOB_ID")), int(os.environ.get("SLURM_STEP_ID") or 0)
     os.environ.setdefault("MASTER_PORT", str(20_000 + (job + 997 * step) % 10_000))
     return True
-
-
-def check_address(option: str, host: str, port: int, node_rank: int, nnodes: int) -> None:
-    """Raise UsageError if the host is unknown, or if the first node cannot listen there."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if node_rank == 0:
-            socket.create_server(address, family=family).close()
-    except (OSError, UnicodeError, OverflowError) as error:
-        wanted = "it must lead to the node with --node-rank 0, to a port that is free there"
-        raise UsageError(f"{option}: {error}; {wanted}") from error
-    found = address[0]
-    loopback = found == "::1" or found.startswith("127.")
-    if nnodes > 1 and loopback and host not in (found, "localhost"):
-        problem = f"{host} is {found} here, which other nodes cannot reach (see /etc/hosts)"
-        raise UsageError(f"{option}: {problem}; give its IP address")
 
 
 def stay_on_this_machine() -> None:
@@ -322,9 +302,10 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
         if code is None:  # torch's @record returns it after a task's sys.exit(0)
             raise RuntimeError("the run was left before its end, without an error")
     except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SILENCE)  # the first rank here says the same, and its launcher ends this
-        tell(f"error: {error}")
+        if first_to_fail():
+            if isinstance(error, TaskError):
+                traceback.print_exception(error.__cause__)
+            tell(f"error: {error}")
         if dist.is_initialized():
             leave(2)  # without a barrier: the other ranks do not know of the error
         return 2
@@ -343,27 +324,35 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     return code
 
 
-def fail(error: BaseException) -> int:
-    """Report what a rank raised, and end the process so that its launcher blames the right rank.
-
-    Under run.sh and spawn a rank that has lost another one ends in silence: the other one prints
-    the cause. Torchrun blames the rank that ends first. So there the rank with the cause ends at
-    once, by `leave`, and one that has lost it returns, which takes longer.
-    """
-    words, meaning = f"{type(error).__name__}: {error}", ""
+def fail(error: BaseException) -> NoReturn:
+    """Print what a rank raised, and end the process at once: the other ranks wait for it."""
+    meaning = ""
     if isinstance(error, SystemExit):
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
-    elif "find_unused_parameters=True" in words:
+    elif "find_unused_parameters=True" in str(error):
         meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
-    lost = not meaning and LOST_CONNECTION.search(words)
-    launched = {"LAUNCH_PID", "RANK"} <= os.environ.keys()
-    if lost and launched:
-        leave(FAILED)  # the cause should be the last thing to read
-    traceback.print_exception(error)
-    tell(meaning)
-    if lost:
-        return 1
-    leave(FAILED if launched else 1)
+    if first_to_fail():
+        traceback.print_exception(error)
+        tell(meaning)
+    leave(FAILED if {"LAUNCH_PID", "RANK"} <= os.environ.keys() else 1)
+
+
+def first_to_fail() -> bool:
+    """Return whether no other rank of this machine has failed before: only the first one prints.
+
+    The others have lost their connection to it, or have the same error.
+    """
+    if file := os.environ.get("LAUNCH_RENDEZVOUS_FILE"):
+        mark = Path(f"{file}.failed")
+    elif file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        mark = Path(file).parents[1] / "failed"  # in the folder of all ranks
+    else:
+        return True
+    try:
+        mark.touch(exist_ok=False)
+    except OSError:
+        return not mark.exists()
+    return True
 
 
 def ignore_signals() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -13,14 +12,14 @@ import signal
 import sys
 import threading
 import time
-import weakref
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -30,15 +29,19 @@ from common import (
     State,
     UsageError,
     broadcast_object,
+    copy_checkpoint,
     get_rank,
     has_non_finite,
     load_checkpoint,
     print0,
     save_checkpoint,
 )
-from machinery.process import SIGNALS, Stopped, StopSignal, at_end, error_on_all, timeout
-from machinery.usertask import blame, digest, read_back
+from machinery.process import SIGNALS, Stopped, StopSignal, error_on_all
+from machinery.usertask import digest, of_task
 from sampling import GlobalBatchSampler, KeyedDataset
+
+# What TensorBoard does not draw of a line of metrics.jsonl.
+POSITION = {"event", "epoch", "step", "global_step", "count"}
 
 # tqdm's default lock is one for several processes, and would be left behind.
 tqdm.set_lock(threading.RLock())
@@ -50,10 +53,13 @@ class Run:
     Call each of its methods on every rank: within them the ranks talk to each other. `resume` opens
     the files, `end_step` counts, logs and saves, `end_epoch` logs and saves, `finish` closes.
 
-    `config` is stored in the checkpoint. A resume must give the options in `fixed` the values that
-    they had. All ranks must give those in `same_on_all_ranks` the same values. After a change of
-    one of `data_options` an evaluation may use other data.
+    `config` has the options of the run: all ranks must have the same, and the checkpoint holds them
+    for a resume. `changes` says which ones the resumed run has changed.
     """
+
+    files: RunFiles | None = None  # stays None on all ranks but 0
+    stop: StopSignal | None = None  # stays None with --eval-only
+    stopping: signal.Signals | None = None  # the signal after which the next save is the last one
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class Run:
         val_loader: DataLoader,
         device: torch.device,
         *,
+        mode: str,
         epochs: int,
         output_dir: str = "runs/new",
         resume: str | None = None,
@@ -73,86 +80,91 @@ class Run:
         tensorboard: bool = False,
         replicas: int = 1,
         config: dict[str, Any] | None = None,
-        fixed: Iterable[str] = (),
-        data_options: Iterable[str] = (),
-        same_on_all_ranks: Iterable[str] = (),
+        changes: Iterable[str] = (),
     ) -> None:
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
-        self.state, self.device, self.epochs = state, device, epochs
+        self.state, self.device, self.mode, self.epochs = state, device, mode, epochs
         self.directory = Path(output_dir).absolute()
         self.resume_from, self.eval_only, self.best_option = resume, eval_only, best
         self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
-        self.tensorboard, self.config, self.fixed = tensorboard, config or {}, [*fixed]
+        self.tensorboard, self.config, self.changes = tensorboard, config or {}, [*changes]
         self.log = Log(state, self.sampler, device, epochs, replicas)
         self.meter = self.log.meter  # the loop adds to it
-        self.data_options = [*data_options]
-        self.data = identity(train_loader.dataset, val_loader.dataset)
-        self.files: RunFiles | None = None  # stays None on all ranks but 0
-        self.stop: StopSignal | None = None  # stays None with --eval-only
-        self.stopping: signal.Signals | None = None  # the signal after which the next save is last
-        self.patient: dist.ProcessGroup | None = None
-        if dist.is_initialized():  # a slow disk may keep rank 0 for longer than --timeout
-            self.patient = dist.new_group(timeout=timeout(7 * 86_400), backend="gloo")
-        must_agree = {f"--{n.replace('_', '-')}": self.config[n] for n in same_on_all_ranks}
+        self.data, self.hashes = identity(train_loader.dataset, val_loader.dataset)
+        self.patient = common.patient_group()  # a slow disk may keep rank 0 for long
         names = " ".join(name for name, _ in state.net.named_parameters())
-        must_agree["the order of parameters"] = hashlib.sha256(names.encode()).hexdigest()[:12]
-        check_agreement(must_agree | self.data, device)
+        must_agree = {f"--{n.replace('_', '-')}": value for n, value in self.config.items()}
+        must_agree["the order of parameters"] = hash_of(names)
+        check_agreement(must_agree | self.data, self.hashes, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
-        checkpoint = self._on_rank0(self._open)
-        if checkpoint:
-            self._restore(checkpoint)
-            print0(f"resumed {self._position()}")
-        self._on_rank0(lambda: self.files.begin(checkpoint, self.tensorboard))
+        found = self._on_rank0(self._open)
+        if found:
+            self._load(*found)
+            print0("\n".join([f"resumed {self._position()}", *self.changes]))
+        else:
+            with of_task("a checkpoint of this model or optimizer could not be loaded"):
+                self.state.load_itself()
+        self._on_rank0(lambda: self.files.begin(self.state if found else None, self.tensorboard))
         if not self.eval_only:  # which has nothing to save
             self.stop = StopSignal()
         self.log.start_times()
 
-    def _open(self) -> dict[str, Any] | None:
-        path, checkpoint = find_checkpoint(self.directory, self.resume_from, self.eval_only)
-        if checkpoint:
-            self._check_config(checkpoint, path)
-        elif self.resume_from:
+    def _open(self) -> tuple[Path, str, bool] | None:
+        """Return the path of the checkpoint, its fingerprint, and whether best.pt goes on."""
+        path = find_checkpoint(self.directory, self.resume_from, self.eval_only)
+        checkpoint = load_checkpoint(path) if path else None  # reads it all: is it damaged?
+        if self.resume_from and not path:
             print("nothing to resume: a new run")
         self.files = self.log.files = RunFiles(self.directory, self.eval_only, path)
-        best = checkpoint and checkpoint["best"]
-        if best and not self.eval_only and not self.files.find_best(best):
-            print(f"the best epoch, {best[1]}, is not beside {path}: the next one is the best")
-            checkpoint["best"] = None
         print(f"output directory: {self.directory}", flush=True)
-        return checkpoint
+        if not path:
+            return None
+        best, same = checkpoint["best"], checkpoint["config"].get("best") == self.best_option
+        goes_on = not best or self.eval_only or (same and self.files.best() == best)
+        if not goes_on:
+            reason = "is not in that directory" if same else "was chosen by another --best"
+            print(f"best.pt of epoch {best[1]} {reason}: the best score starts anew")
+        return path, fingerprint(path), goes_on
 
-    def _check_config(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Raise UsageError if an option or the data would silently make it another run."""
-        before = checkpoint["config"]
-        for name in self.fixed:
-            then, now = before.get(name, self.config[name]), self.config[name]
-            if name == "task":
-                then, now = Path(then).name, Path(now).name
-            if then != now:
-                other = "" if self.eval_only else ", or start anew without --resume"
-                option = f"--{name.replace('_', '-')} {now}"
-                raise UsageError(f"{option}: {path} was made with {then}; use that{other}")
-        compared = [*self.data]
-        if self.eval_only:  # an option may name another evaluation set, but of the same classes
-            changed = any(before.get(n) != self.config[n] for n in self.data_options)
-            # The training set does not matter here.
-            compared = ["classes"] if changed else [n for n in self.data if "training" not in n]
-        for name in compared:
+    def _load(self, path: Path, expected: str, best_goes_on: bool) -> None:
+        """Load the checkpoint. Each rank reads the file itself, and only what it uses."""
+        problem = ""
+        try:
+            checkpoint = load_checkpoint(path, verify=False)  # rank 0 has read it all
+            if fingerprint(path) != expected:
+                raise UsageError(f"--resume {path}: another file than that of rank 0")
+            self._check_data(checkpoint, path)
+            self.state.restore(checkpoint)
+        except UsageError as error:
+            problem = str(error)
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            words = " ".join(str(error).split())
+            problem = f"--resume {path}: does not fit the model or the optimizer: {words}"
+        problems = [problem]
+        if dist.is_initialized():
+            problems *= dist.get_world_size()
+            dist.all_gather_object(problems, problem, group=self.patient)
+        for rank, problem in enumerate(problems):
+            if problem:
+                raise error_on_all(f"{problem} (rank {rank})" if rank else problem)
+        state = self.state
+        state.best = state.best if best_goes_on else None
+        if not self.eval_only:  # an epoch may have other steps now, as --batch-size may be another
+            state.set_position(state.epoch * self.sampler.steps_per_epoch + state.step)
+
+    def _check_data(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Raise UsageError if the data are not those of the checkpoint; warn if pixels differ."""
+        # An evaluation may be of other data, but of the same classes.
+        for name in ["classes"] if self.eval_only else self.data:
             then, now = checkpoint["data"].get(name), self.data[name]
             if then != now:
                 problem = f"{name}: {then} in the run of this file, and {now} now"
                 raise UsageError(f"--resume {path}: {problem}; that is other data")
-
-    def _restore(self, checkpoint: dict[str, Any]) -> None:
-        try:
-            self.state.restore(checkpoint)
-            self.meter.restore(checkpoint["log"])  # the sums since the last log line
-            self.log.samples_before = sum(checkpoint["log"]["count"])
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"does not fit the model or the optimizer: {' '.join(str(error).split())}"
-            raise error_on_all(f"--resume {self.resume_from}: {problem}") from error
+        for name, now in self.hashes.items():
+            if checkpoint["data"].get(name) != now:
+                print0(f"warning: other {name} than in {path}: are the files the same?")
 
     def _position(self) -> str:
         state, epochs = self.state, self.epochs
@@ -201,7 +213,7 @@ class Run:
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
-        # Before the log reads the device: that would wait for ever, if another rank is gone.
+        # First, because reading the device hangs if another rank has died.
         self.stopping = self.stop.agreed()
         ends = state.step == self.sampler.steps_per_epoch
         if logs:
@@ -216,14 +228,6 @@ class Run:
             raise Stopped(3, f"diverged: {problem}, seen at step {state.global_step}")
         if saves:
             self.save("last.pt")
-
-    def eval_model(self) -> nn.Module:
-        """Return the network to evaluate: the average of the weights if there is one."""
-        self.log.spend("train_s")
-        if not self.state.average.n_averaged:
-            return self.state.net
-        common.sync_buffers(self.state.average.module)
-        return self.state.average.module
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
         """Log the evaluation, and write last.pt, and best.pt if it is the best.
@@ -248,8 +252,8 @@ class Run:
         if state.epoch == self.epochs and state.best:
             path, (score, epoch) = self.directory / "best.pt", state.best
             print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
-            again = f"--eval-only --resume {shlex.quote(str(path))}"
-            print0(f"to evaluate it: the same command with {again}")
+            options = f"--eval-only --resume {shlex.quote(str(path))}"
+            print0(f"to evaluate it: {self._command(options)}")
         elif state.epoch == self.epochs:
             print0(f"no best.pt: in no epoch {name} and the weights were finite")
 
@@ -268,10 +272,9 @@ class Run:
         finite, the run ends, and the last good files stay.
         """
         self.log.spend("train_s")
-        sums = self.meter.sums_of_ranks()
         checkpoint, problem = self.state.checkpoint(), ""
         if self.files:
-            checkpoint |= {"log": sums, "data": self.data, "config": self.config}
+            checkpoint |= {"data": self.data | self.hashes, "config": self.config}
             parameters = [name for name, _ in self.state.net.named_parameters()]
             problem = self.files.write_checkpoint(checkpoint, parameters, names)
         if problem := broadcast_object(problem, self.patient):
@@ -289,9 +292,16 @@ class Run:
             self.log.bar.close()  # else its line would go on with the next one
         if self.files:
             directory = shlex.quote(str(self.files.directory))
-            again = f"--output-dir {directory} --resume auto"
-            print(f"to go on: the same command with {again}", flush=True)
+            options = f"--output-dir {directory} --resume auto"
+            print(f"to go on: {self._command(options)}", flush=True)
         raise Stopped(SIGNALS[self.stopping], f"stopped by {name} after saving step {step}")
+
+    def _command(self, options: str) -> str:
+        """Return the command that resumes this run; the checkpoint has all other options."""
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        if local and int(local) < common.get_world_size():  # on several machines
+            return f"the same command with {options}"
+        return f"bash run.sh {self.mode} {self.log.devices} {options}"
 
     def finish(self) -> None:
         """Wait for all ranks, and close the files."""
@@ -301,43 +311,56 @@ class Run:
             dist.barrier()  # rank 0 has written its files
 
 
-def identity(train: KeyedDataset, val: KeyedDataset) -> dict[str, Any]:
-    """Return what tells data apart: class names, both lengths, a hash of some samples of each.
+def identity(train: KeyedDataset, val: KeyedDataset) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what tells data apart: class names and both lengths; and hashes of a few samples.
 
-    Files or classes that are listed in another order are other data.
+    Another hash is no proof of other data: pixels are decoded differently on another processor.
     """
-    classes = getattr(train.dataset, "classes", getattr(val.dataset, "classes", None))
-    listed = isinstance(classes, (list, tuple))  # as torchvision's data sets have them
-    found: dict[str, Any] = {"classes": [str(name) for name in classes] if listed else None}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more threads would round a mean of many pixels otherwise
-    for name, keyed in (("training", train), ("evaluation", val)):
-        n = len(keyed.dataset)
+    found: dict[str, Any] = {"classes": None}
+    hashes = {}
+    for dataset in (val.dataset, train.dataset):  # as torchvision's data sets have them
+        if isinstance(classes := getattr(dataset, "classes", None), (list, tuple)):
+            found["classes"] = [str(name) for name in classes]
+    for name, keyed in (("training samples", train), ("evaluation samples", val)):
+        found[name] = n = len(keyed.dataset)
         unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)
-        some = " ".join(digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8)))
-        found[f"{name} samples"] = n
-        found[f"hash of {name} samples"] = hashlib.sha256(some.encode()).hexdigest()[:12]
-    torch.set_num_threads(threads)
-    return found
+        some = [digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8))]
+        hashes[f"hashes of {name}"] = hash_of(" ".join(some))
+    return found, hashes
 
 
-def check_agreement(must_agree: dict[str, Any], device: torch.device) -> None:
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def fingerprint(path: Path) -> str:
+    """Return a hash of the checksums that the file lists of its parts, without reading them."""
+    with zipfile.ZipFile(path) as file:
+        parts = [(part.filename, part.file_size, part.CRC) for part in file.infolist()]
+    return hash_of(repr(parts))
+
+
+def check_agreement(
+    must_agree: dict[str, Any], hashes: dict[str, str], device: torch.device
+) -> None:
     """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
 
     With another --batch-size on one node the ranks would hang. With another --seed or data set they
-    would go on to a wrong result.
+    would go on to a wrong result. Other hashes of samples are a warning.
     """
     if not dist.is_initialized():
         return
     must_agree = must_agree | {"torch": torch.__version__, "the device": device.type}
-    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, must_agree)
-    for name, first in ranks[0].items():
-        for rank, theirs in enumerate(ranks):
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (must_agree, hashes))
+    for rank, (theirs, their_hashes) in enumerate(ranks):
+        for name, first in ranks[0][0].items():
             other = theirs.get(name, "unknown")
             if first != other:
                 found = f"{first} on rank 0, but {other} on rank {rank}"
                 raise error_on_all(f"{name} is {found}; all nodes need the same")
+        if their_hashes != ranks[0][1]:
+            print0(f"warning: rank {rank} reads other samples than rank 0: are the files the same?")
 
 
 # --------------------------------------------------------------------------------- the log of a run
@@ -350,6 +373,12 @@ class Log:
     since the last training line.
     """
 
+    files: RunFiles | None = None  # stays None on all ranks but 0
+    bar: tqdm | None = None  # of an epoch
+    # For the next training line: when it began, the seconds that the loop waited for data, and the
+    # learning rate of the step that is being made.
+    began = waited = lr = 0.0
+
     def __init__(
         self,
         state: State,
@@ -361,14 +390,8 @@ class Log:
         self.state, self.sampler, self.device = state, sampler, device
         self.epochs, self.devices = epochs, common.get_world_size() * replicas
         self.meter = common.Meter(device)
-        self.bar: tqdm | None = None
         # On a terminal alone; there the bar shows the training lines.
         self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
-        self.files: RunFiles | None = None  # stays None on all ranks but 0
-        # For the next training line: when it began, and the seconds that the loop waited for data.
-        self.began = self.waited = 0.0
-        self.samples_before = 0  # of that line's samples, how many an earlier process trained on
-        self.lr = 0.0  # the learning rate of the step that is being made
         self.start_times()
 
     def watch(self, loader: DataLoader) -> Iterator[Any]:
@@ -394,8 +417,7 @@ class Log:
     def _print_header(self, loader: DataLoader) -> None:
         sampler, net = self.sampler, self.state.net
         size = sum(parameter.numel() for parameter in net.parameters())
-        micro_batch = math.ceil(sampler.batch_size / sampler.accum_steps)
-        share = math.ceil(micro_batch / self.devices)
+        share = math.ceil(sampler.batch_size / (sampler.accum_steps * self.devices))
         model = f"{type(net).__name__.removeprefix('FSDP')}, {size:,} parameters"
         print0(
             f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: {model}; "
@@ -416,19 +438,19 @@ class Log:
             "global_step": state.global_step,
             "loss": means["loss"],
             "lr": self.lr,
-            "images_per_s": (means["count"] - self.samples_before) / (now - self.began),
+            "samples_per_s": means["count"] / (now - self.began),
             "grad_norm": grad_norm.item(),
             "skipped": skipped,
             **{name: mean for name, mean in means.items() if name not in ("loss", "count")},
             "data_wait": self.waited / (now - self.began),
         }
-        self.began, self.waited, self.samples_before = now, 0.0, 0
+        self.began, self.waited = now, 0.0
         self.meter.clear()
         state.scaler.skipped.zero_()
-        reason = "a gradient was not finite, or no sample had a weight"
+        reason = "a gradient was not finite"
         warning = f"  skipped {skipped} steps: {reason}" if skipped else ""
         values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
-        speed = f"{line['images_per_s']:.0f} samples/s  data {line['data_wait']:.0%}"
+        speed = f"{line['samples_per_s']:.0f} samples/s  data {line['data_wait']:.0%}"
         text = f"{values}  lr {line['lr']:.5g}  {speed}{warning}"
         self._write(line, f"step {state.step}/{self.sampler.steps_per_epoch}  {text}")
 
@@ -449,8 +471,13 @@ class Log:
         epoch = self.state.epoch
         if self.state.step == 0 and epoch > 0:  # the state counts the epoch as done
             epoch -= 1
-        line = {"event": "eval", "epoch": epoch, "global_step": self.state.global_step, **metrics}
-        line |= self.spent
+        line = {
+            "event": "eval",
+            "epoch": epoch,
+            "global_step": self.state.global_step,
+            **metrics,
+            **self.spent,
+        }
         self.start_times()
         self._write(line, f"eval  {'  '.join(values)}  ({metrics['count']} samples)")
 
@@ -467,25 +494,23 @@ class Log:
 # ------------------------------------------------------------------------------- the files of a run
 
 
-def find_checkpoint(
-    directory: Path, resume: str | None, eval_only: bool = False
-) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return the path of the checkpoint of --resume, and the checkpoint; both None in a new run.
+def find_checkpoint(directory: Path, resume: str | None, eval_only: bool = False) -> Path | None:
+    """Return the path of the checkpoint of --resume; None in a new run.
 
     It is the file that --resume names. With --resume auto it is last.pt of the directory, if there
-    is one. Raises UsageError if the file is damaged.
+    is one. Raises UsageError if there is another checkpoint, or none to evaluate.
     """
-    path = Path(resume) if resume not in (None, "auto") else None
-    if resume == "auto":
-        last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
-        if last.exists():
-            path = last
-        elif others:  # a new run would replace it
-            problem = f"no last.pt in {directory}, but {others[0].name}"
-            raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
-    if not path and eval_only and resume:
+    if resume != "auto":
+        return Path(resume) if resume else None
+    last, others = directory / "last.pt", sorted(directory.glob("*.pt"))
+    if last.exists():
+        return last
+    if others:  # a new run would replace it
+        problem = f"no last.pt in {directory}, but {others[0].name}"
+        raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
+    if eval_only:
         raise UsageError(f"--resume auto: no checkpoint in {directory} to evaluate")
-    return (path, load_checkpoint(path)) if path else (None, None)
+    return None
 
 
 class RunFiles:
@@ -494,22 +519,18 @@ class RunFiles:
     Raises UsageError if another run is writing there.
     """
 
+    tensorboard: Any = None  # a SummaryWriter
+
     def __init__(self, directory: Path, eval_only: bool, path: Path | None) -> None:
-        self.directory, self.eval_only = directory, eval_only
-        self.resume_path = path
-        self.best_path: Path | None = None  # the file of the best epoch before it
-        self.was_read_back = False  # whether a save of this run could be loaded
-        self.tensorboard = None
+        self.directory, self.eval_only, self.resume_path = directory, eval_only, path
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
         self.only_reads = eval_only and any(directory.glob("*.pt"))
         name = os.devnull if self.only_reads else directory / "metrics.jsonl"
         self.log = open(name, "ab+")  # noqa: SIM115
-        log = weakref.ref(self.log)  # a notebook may keep an exception, and with it this object
-        at_end.callback(lambda: log() and log().close())
         try:
-            if not self.only_reads:
-                fcntl.flock(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self.only_reads:  # held by the process: a notebook may start another run here
+                fcntl.lockf(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             problem = "another run is writing there; choose another directory"
             raise UsageError(f"--output-dir {directory}: {problem}") from error
@@ -520,45 +541,38 @@ class RunFiles:
         if not own and not eval_only and any(directory.glob("*.pt")):
             raise UsageError(f"--output-dir {directory}: filled by another run; name another one")
 
-    def find_best(self, best: tuple[float, int]) -> bool:
-        """Set `best_path` to a file of this score and epoch; return whether there is one."""
-        own, beside = self.directory / "best.pt", self.resume_path.with_name("best.pt")
-        kept = self.resume_path.with_name(f"epoch-{best[1]:04}.pt")
-        for path in (own, beside, self.resume_path, kept):  # best.pt may be of a later epoch
-            with contextlib.suppress(UsageError):  # no such file, or damaged
-                found = load_checkpoint(path)  # written right after its epoch, which was the best?
-                if (found["best"], found["epoch"], found["step"]) == (best, best[1], 0):
-                    self.best_path = path
-                    return True
-        return False
+    def best(self) -> tuple[float, int] | None:
+        """Return score and epoch of best.pt in the directory."""
+        try:
+            return load_checkpoint(self.directory / "best.pt", verify=False)["best"]
+        except UsageError:  # there is none, or it is damaged
+            return None
 
-    def begin(self, checkpoint: dict[str, Any] | None, tensorboard: bool) -> None:
+    def begin(self, state: State | None, tensorboard: bool) -> None:
         """Write the first files, after the checkpoint of --resume was found to fit.
 
-        last.pt becomes that checkpoint, best.pt the best epoch before it; later log lines go.
+        last.pt becomes that checkpoint; later log lines go. `state` is None in a new run.
         """
         if not self.eval_only:
-            first = {"best.pt": self.best_path, "last.pt": self.resume_path}
-            for name, path in first.items():  # the old last.pt is not read: it may be damaged
-                if path and path.resolve() != (self.directory / name).resolve():
-                    save_checkpoint(load_checkpoint(path), self.directory / name)
-            self.log.truncate(self._bytes_before(checkpoint))
+            if state and self.resume_path.resolve() != (self.directory / "last.pt").resolve():
+                copy_checkpoint(self.resume_path, self.directory / "last.pt")
+            self.log.truncate(self._bytes_before(state))
         if tensorboard and not self.only_reads:
             from torch.utils.tensorboard import SummaryWriter
 
-            purge = checkpoint["global_step"] + 1 if checkpoint else 0
+            purge = state.global_step + 1 if state else 0
             self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
 
-    def _bytes_before(self, checkpoint: dict[str, Any] | None) -> int:
-        """Return how many bytes of metrics.jsonl are of steps before the checkpoint."""
+    def _bytes_before(self, state: State | None) -> int:
+        """Return how many bytes of metrics.jsonl are of steps before this state."""
         kept = 0
         self.log.seek(0)
-        for line in self.log if checkpoint else ():
+        for line in self.log if state else ():
             try:
                 entry = json.loads(line)
-                done = entry["global_step"] <= checkpoint["global_step"]
-                if entry["event"] == "eval":
-                    done = entry["epoch"] < checkpoint["epoch"]
+                # The evaluation of an epoch belongs to its end.
+                step = entry["step"] if entry["event"] == "train" else math.inf
+                done = (entry["epoch"], step) <= (state.epoch, state.step)
             except (ValueError, KeyError, TypeError):  # half a line, or not of a run
                 break
             if not done or not line.endswith(b"\n"):
@@ -571,8 +585,7 @@ class RunFiles:
         bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
         self.log.write(f"{json.dumps(line | dict.fromkeys(bad))}\n".encode())
         self.log.flush()
-        position = {"event", "epoch", "step", "global_step", "count"}
-        for name in line.keys() - position if self.tensorboard else ():
+        for name in line.keys() - POSITION if self.tensorboard else ():
             self.tensorboard.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
 
     def write_checkpoint(
@@ -582,14 +595,10 @@ class RunFiles:
 
         If parameters are not finite, write nothing and return a text that names them, else "".
         """
-        parts = checkpoint["model"], checkpoint["average"]  # the average is {} if there is none
+        parts = checkpoint["model"], checkpoint["average"]["tensors"]
         bad = [n for part in parts for n in parameters if n in part and has_non_finite(part[n])]
         if bad:
             return f"non-finite values in {', '.join(bad[:5])}"
-        if not self.was_read_back:
-            with blame("the model or the optimizer holds what no checkpoint can give back"):
-                read_back(checkpoint)
-            self.was_read_back = True
         os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
         return ""

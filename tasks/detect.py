@@ -30,8 +30,7 @@ ANCHORS = torch.tensor(SIDES).view(9, 2) / 416
 
 
 def add_options(parser):
-    data_dir = parser.add_argument("--data-dir", required=True, help="directory of COCO's files")
-    data_dir.may_change = True  # when a run is resumed
+    parser.add_argument("--data-dir", required=True, help="directory of COCO's files")
     parser.add_argument("--image-size", type=int, default=416, help="side of the square pictures")
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--min-score", type=float, default=0.01, help="of a box that counts for AP")

@@ -50,18 +50,16 @@ def add_options(parser: argparse._ArgumentGroup) -> None:
     add = parser.add_argument
     dataset = "what to train on (default: %(default)s)"
     add("--dataset", choices=[*DATASETS], default="imagefolder", help=dataset)
-    data_dir = add("--data-dir", metavar="DIR", help="directory of the data set's files")
+    add("--data-dir", metavar="DIR", help="directory of the data set's files")
     held_out = "the evaluation set: a path, from --data-dir (default: val, validation or test)"
-    val_dir = add("--val-dir", metavar="NAME", help=held_out)
+    add("--val-dir", metavar="NAME", help=held_out)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
-    download = add("--download", **switch, help="fetch the data set if --data-dir lacks it")
+    add("--download", **switch, help="fetch the data set if --data-dir lacks it")
     side = "side of the square images of imagefolder and synthetic (default: 224)"
     add("--image-size", type=int, metavar="N", help=side)
     model = "resnet9, for small images, or any classifier of torchvision (default: %(default)s)"
     add("--model", metavar="NAME", default="resnet9", help=model)
-    weights = add("--pretrained", **switch, help="start from torchvision's weights for --model")
-    for option in (data_dir, val_dir, download, weights):
-        option.may_change = True  # when a run is resumed
+    add("--pretrained", **switch, help="start from torchvision's weights for --model")
     smoothing = "probability spread over all classes, in evaluation too (default: %(default)s)"
     add("--label-smoothing", type=float, metavar="X", default=0.1, help=smoothing)
 
@@ -196,7 +194,7 @@ def pipeline(size: int, training: bool) -> v2.Transform:
 
 def read_image(path: str) -> Tensor:
     """Decode an image file to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
-    with contextlib.suppress(Exception):  # it is no JPEG, or broken
+    with contextlib.suppress(Exception):  # no JPEG, or damaged: PIL decides below
         return decode_jpeg(read_file(path), mode="RGB")  # twice as fast as PIL
     try:
         with Image.open(path) as image:

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tests" / "tasks"
 # In a line of the log: differs from run to run
-MEASURED = ("images_per_s", "data_wait", "train_s", "eval_s", "save_s")
+MEASURED = ("samples_per_s", "data_wait", "train_s", "eval_s", "save_s")
 # Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
 RANK = re.compile(r"train_(ddp|fsdp)\.py|multiprocessing-fork")
 WHOLE = re.compile(r"train_(single|dp)\.py")

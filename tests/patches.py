@@ -12,7 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import TASKS, run_processes
@@ -21,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import common
+import machinery.check
 import machinery.process
 import machinery.usertask
 import sampling
@@ -142,7 +142,7 @@ def checked(rank):
     """Let the script check, as it does outside of these tests."""
     for mode in ("single", "dp", "ddp", "spawn", "fsdp"):
         if script := sys.modules.get(f"train_{mode}"):
-            script.check_run = machinery.usertask.check_run
+            script.check_run = machinery.check.check_run
 
 
 def without_speed(lines):
@@ -160,13 +160,12 @@ def spawn_launcher(argv, change=None, call=2):
     return machinery.process.run_main(functools.partial(train_spawn.main, argv))
 
 
-def scale_by_1024(rank):
-    """A loss scale in float64, where it must not change a bit: that shows the order of what is done with the gradient."""
+def scale_as_fp16(rank):
+    """The loss scale of --amp fp16 in float64, where it must not change a bit: that shows the order of what is done with the gradient."""
     init = common.StepGuard.__init__
 
-    def scaled(self, *arguments):
-        init(self, *arguments)
-        self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    def scaled(self, amp, *arguments):
+        init(self, "fp16", *arguments)
 
     common.StepGuard.__init__ = scaled
 

@@ -4,6 +4,7 @@ import time
 
 import torch
 from harness import average_of, guard_of, make_args, make_sampler, optimizer_of, scheduler_of
+from patches import without_speed
 from torch import nn
 
 import common
@@ -65,7 +66,7 @@ def make_step(run, losses, norm=1.0):
     """Count a step with these losses, one a sample."""
     run.meter.add(loss=torch.as_tensor(losses, dtype=torch.float64))
     run.state.scheduler.step()
-    run.state.average.after_step(run.state.net)
+    run.state.average.after_step()
     run.end_step(torch.tensor(norm, dtype=torch.float64))
 
 
@@ -83,3 +84,17 @@ def end(run):
 def load(path):
     """Return what is in a checkpoint."""
     return torch.load(path, weights_only=True)
+
+
+def assert_same_log(resumed, reference, step):
+    """Fail unless a run that was resumed after `step` has logged each line once, as the reference has.
+
+    The means of the first line after it may differ: they are of the steps since then.
+    """
+    ours, theirs = without_speed(resumed.lines), without_speed(reference.lines)
+    steps = [line["global_step"] for line in ours if line["event"] == "train"]
+    if step not in steps:  # it lies between two lines
+        i = next(i for i, line in enumerate(ours) if line["global_step"] > step)
+        kept = ("event", "epoch", "step", "global_step", "lr", "grad_norm")
+        ours[i], theirs[i] = ({name: lines[i][name] for name in kept} for lines in (ours, theirs))
+    assert ours == theirs

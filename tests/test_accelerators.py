@@ -113,8 +113,7 @@ def test_guard_of_a_fused_step_reads_nothing_and_computes_little(bad):
     optimizer = torch.optim.SGD(net.parameters(), 0.1, 0.9, fused=True)
     guard = common.StepGuard("off", CPU, net)
     loss = net(torch.arange(12.0).view(3, 4)).square().sum()
-    assert guard.scale(loss) is loss, "without fp16 there is no scale"
-    loss.backward()
+    guard.scale(loss).backward()
     if bad is not None:
         net[0].weight.grad[1, 2] = bad
     before = [tensor.clone() for tensor in net.state_dict().values()]
@@ -124,9 +123,10 @@ def test_guard_of_a_fused_step_reads_nothing_and_computes_little(bad):
         guard.update()
     assert "_fused_sgd_" in operations.names
     assert "_local_scalar_dense" not in operations.names, "so the host reads a number"
-    # The first step makes two tensors of momentum.
-    kernels = [name for name in operations.names if name != "zeros_like" and "record" not in name]
-    assert len(kernels) <= 14, kernels
+    # The first step makes the momentum and the scale. The others neither compute nor copy.
+    free = {"zeros_like", "detach", "view", "split_with_sizes"}
+    kernels = [name for name in operations.names if name not in free and "record" not in name]
+    assert len(kernels) <= 31, kernels
     assert guard.skipped == guard.in_a_row == (bad is not None)
     after = [*net.state_dict().values()]
     changed = [not a.equal(b) for a, b in zip(after, before)]

@@ -42,7 +42,7 @@ TASKS = {
     "loss-of-all": LOSS + "(outputs[:, :1].double() - targets).abs().mean(1)\n",
     "metric-of-all": METRICS + "{'r2': (outputs[:, 0] - outputs.mean()).square()}\n",
     "model-of-all": MODEL
-    + "super().forward(images.flatten(1).double() - images.double().mean())\nbuild_model = Net\n",
+    + "super().forward((images.double() - images.double().mean(0)).flatten(1))\nbuild_model = Net\n",
     "model-looks-back": MODEL
     + "super().forward(images.flatten(1).double()).cumsum(0)\nbuild_model = Net\n",
     "loss-of-class": LOSS  # of a set that is sorted by class: a first batch would have one alone
@@ -54,7 +54,9 @@ TASKS = {
     "data-packed": DATA
     + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n"
     + "def collate(samples):\n    inputs, targets = zip(*samples)\n"
-    + "    return nn.utils.rnn.pack_sequence(inputs, False), torch.tensor(targets)\n",
+    + "    return nn.utils.rnn.pack_sequence(inputs, False), torch.tensor(targets) % 10\n"
+    + MODEL
+    + "super().forward(torch.zeros(len(images.unsorted_indices), 64))\nbuild_model = Net\n",
     "data-stream": "class Stream(torch.utils.data.IterableDataset): __iter__ = None\n"
     + DATA
     + "Stream(), Stream()\n",
@@ -82,7 +84,7 @@ FOLDERS = {
 }
 WHOLE = {
     "format": common.FORMAT,
-    **{name: {} for name in ("model", "optimizer", "scheduler", "scaler", "average", "log")},
+    **{name: {} for name in ("model", "optimizer", "scheduler", "scaler", "average", "weights")},
     **{"epoch": 0, "step": 0, "global_step": 0, "best": None, "config": {}},
 }
 # mode and N, options, what the error must say: " ... " stands for any text. TMP is a folder with FILES in it and a finished run in TMP/run
@@ -90,14 +92,13 @@ CASES = r"""
 single 1 | --batch-size 0 | --batch-size: must be a whole number, at least 1, got 0
 single 1 | --batch-size 1438 | --batch-size 1438 is larger than the training set (1437 samples)
 single 1 | --accum-steps 65 | --batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65
-dp 2 | --replicas 3 | --replicas 3: N, or another --replicas, is 2
 single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such file
 single 1 | --resume TMP | --resume TMP: is a directory; name a file in it
 single 1 | --resume auto | --resume auto needs --output-dir
 single 1 | --eval-only | --eval-only needs --resume FILE
 single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision and --dtype float64 double
 single 1 | --schedule step | --schedule step needs --step-epochs
-single 1 | --nesterov --momentum 0 | --optimizer sgd: ValueError: Nesterov momentum requires a momentum
+single 1 | --nesterov --momentum 0 | --optimizer sgd: Nesterov momentum requires a momentum
 single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; there are conv1.weight
 single 1 | --freeze * | --freeze *: every parameter is frozen, nothing is left to train
 single 1 | --device cuda:7 | --device cuda:7: not on this machine; available: auto, cpu
@@ -121,37 +122,37 @@ single 1 | IMAGES/no-train | --data-dir TMP/no-train: needs TMP/no-train/train, 
 single 1 | IMAGES/empty | --data-dir: TMP/empty/train: 2 pictures, 2 classes, as a; left out: nothing; classes without a picture: 1, as b
 single 1 | IMAGES/more | --data-dir TMP/more: TMP/more/train lacks classes of TMP/more/val: c
 single 1 | IMAGES/torn | of the training set: RuntimeError: sample
-single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss: ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []
+single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss or loss_weights, for samples 251, 1099, 774, ... of the training set: ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []
 single 1 | --task TMP/loss-target.py | --task TMP/loss-target.py: per_sample_loss ... RuntimeError:
-single 1 | --task TMP/metrics-empty.py | --task TMP/metrics-empty.py: per_sample_metrics must return at least one metric, and none named count ... got {}
-single 1 | --task TMP/metrics-loss.py | --task TMP/metrics-loss.py: per_sample_metrics must return at least one metric, and none named count
+single 1 | --task TMP/metrics-empty.py | --task TMP/metrics-empty.py ... per_sample_metrics must return at least one metric, and none named count ... got {}
+single 1 | --task TMP/metrics-loss.py | --task TMP/metrics-loss.py ... per_sample_metrics must return at least one metric, and none named count
 single 1 | --task TMP/model-empty.py | --task TMP/model-empty.py: build_model must return an nn.Module with parameters, got Flatten
 single 1 | --task TMP/model-raises.py | --task TMP/model-raises.py: build_model ... TypeError: Linear.__init__() got an unexpected keyword argument 'colour'
-single 1 | --task TMP/model-shape.py | --task TMP/model-shape.py: the model of build_model ... RuntimeError:
+single 1 | --task TMP/model-shape.py | --task TMP/model-shape.py: the forward of the model, for samples ... RuntimeError:
 single 1 | --task TMP/data-one.py | --task TMP/data-one.py: build_datasets: ValueError: too many values to unpack (expected 2)
 single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets ... FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
-single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py: samples [16, 39] of the training set: a sample must be (input, target), got a list of 3
+single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py ... samples 16, 39, 25, ... of the training set: a sample must be (input, target), got a list of 3
 single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
-single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: samples [16, 39] of the training set: RuntimeError: sample 16 cannot be read: OSError: image file is truncated
+single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: __getitem__ or collate, for samples 16, 39, 25, ... of the training set: RuntimeError: sample 16 cannot be read: OSError: image file is truncated
 single 1 | --task TMP/data-empty.py | the evaluation set is empty
-single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, images, pose; got 'imges'
+single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, images, pose, digits; got 'imges'
 single 1 | --task images | --dataset imagefolder needs --data-dir
 single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
 single 1 | --task images --dataset cifar10 --data-dir TMP --image-size 16 | --image-size 16 has no effect on --dataset cifar10
 single 1 | --task images --dataset synthetic --model resnet81 | ValueError: Unknown model resnet81
 single 1 | --task images --dataset synthetic --pretrained | --pretrained: torchvision has no weights for resnet9; see --weights
 fsdp 2 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp or spawn
-fsdp 2 | --amp fp16 | --amp fp16 cannot scale sharded gradients; use --amp bf16
+fsdp 2 | --amp fp16 | --amp fp16 is not tested with sharded gradients; use --amp bf16
 fsdp 2 | --channels-last | --channels-last: torch shards contiguous parameters alone
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 single 1 | --task TMP/sparse.py | build_model: 0 has sparse gradients, which ranks cannot average; leave out sparse=True
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
-single 1 | --task TMP/data-ragged.py | samples [16, 39] of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) of your own can join them
+single 1 | --task TMP/data-ragged.py | --task TMP/data-ragged.py: __getitem__ or collate, for samples 16, 39, 25, ... of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1; a function collate(samples) -> (inputs, targets) of your own can join them
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 197 is
-ddp 2 | --task TMP/model-of-all.py --dtype float64 | alone; keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for a mean over tokens return sums, undivided, and define loss_weights; a loss that compares samples needs gather_samples
-single 1 | --task TMP/metric-of-all.py --dtype float64 | alone; use dataset_metrics for the whole set
-ddp 2 | --task TMP/model-looks-back.py --dtype float64 | alone; keep padding out of the model
-single 1 | --task TMP/loss-of-class.py --batch-size 16 | alone; keep padding out
+ddp 2 | --task TMP/model-of-all.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for a mean over tokens return sums, undivided, and define loss_weights; a loss that compares samples needs gather_samples
+single 1 | --task TMP/metric-of-all.py --dtype float64 | in half of it: other samples must not change it; use dataset_metrics for the whole set
+ddp 2 | --task TMP/model-looks-back.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model
+single 1 | --task TMP/loss-of-class.py --batch-size 16 | in half of it: other samples must not change it; keep padding out
 ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 197 is
 dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; use ddp or spawn, or pad in collate
 single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
@@ -256,12 +257,7 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
 def test_bad_command_line_ends_with_code_2_and_one_line(command, message, tmp_path):
-    command = [
-        str(ROOT / part)
-        if part in ("run.sh", "train_single.py", "train_spawn.py", "train_ddp.py")
-        else part
-        for part in command
-    ]
+    command = [str(ROOT / part) if (ROOT / part).is_file() else part for part in command]
     (tmp_path / "difflib.py").write_text("open('owned', 'w')")  # anybody's, and never run
     finished = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
@@ -272,55 +268,38 @@ def test_bad_command_line_ends_with_code_2_and_one_line(command, message, tmp_pa
     assert finished.stdout == "" and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"), [([], 2), (["--help"], 0)], ids=["nothing", "--help"]
-)
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0)])
 def test_run_sh_shows_its_usage(arguments, code):
-    finished = subprocess.run(
-        ["bash", ROOT / "run.sh", *arguments],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    shown, rest = (
-        (finished.stdout, finished.stderr) if code == 0 else (finished.stderr, finished.stdout)
-    )
+    command = ["bash", ROOT / "run.sh", *arguments]
+    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    shown, rest = finished.stdout, finished.stderr
+    if code != 0:
+        shown, rest = rest, shown
     assert finished.returncode == code and rest == ""
-    assert (
-        shown.startswith("bash run.sh MODE [N] [options]")
-        and "N defaults to" in shown
-        and "set -" not in shown
-    )
+    assert shown.startswith("bash run.sh MODE [N] [options]")
+    assert "N defaults to" in shown and "set -" not in shown
 
 
 def test_more_processes_than_accelerators_is_refused(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    message = "3 processes or replicas, but only 2 accelerators; use 2, or --device cpu"
     for mode, argv, world_size in [
         ("ddp", [], 3),
         ("dp", ["--replicas", "3"], None),
         ("spawn", ["--nproc", "3"], None),
     ]:
-        with pytest.raises(
-            common.UsageError,
-            match="3 processes or replicas, but only 2 accelerators; use 2, or --device cpu",
-        ):
+        with pytest.raises(common.UsageError, match=message):
             machinery.cli.parse_args(mode, argv, world_size)
         machinery.cli.parse_args(mode, [*argv, "--device", "cpu"], world_size)
-    monkeypatch.setenv(
-        "LOCAL_WORLD_SIZE", "8"
-    )  # of a launcher around run.sh, which says how many it is going to start
+    # A launcher around run.sh may have set it; run.sh says how many it is going to start.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     machinery.cli.parse_args("ddp", [], 2)
-    assert (
-        machinery.cli.parse_args("dp", []).replicas
-        == machinery.cli.parse_args("spawn", []).nproc
-        == 2
-    ), "by default all accelerators"
-    monkeypatch.setattr(
-        "machinery.cli.take_ranks_of_slurm", lambda: True
-    )  # which may show each of 8 tasks two devices of its own
+    assert machinery.cli.parse_args("dp", []).replicas == 2, "by default all accelerators"
+    assert machinery.cli.parse_args("spawn", []).nproc == 2
+    # SLURM may show each of 8 tasks two devices of its own.
+    monkeypatch.setattr("machinery.cli.take_ranks_of_slurm", lambda: True)
     machinery.cli.parse_args("ddp", [])
 
 

@@ -43,9 +43,8 @@ def test_end_says_what_is_best_and_how_to_go_on(tmp_path, capsys):
     result = train("ddp", 2, *BASE, folder=tmp_path / "new run", patch=patch)
     best = result.folder / "best.pt"
     lines = [f"best top1 0.900000, in epoch 2: {best}"]
-    lines += [
-        f"to evaluate it: the same command with --eval-only --resume {shlex.quote(str(best))}"
-    ]
+    again = f"bash run.sh ddp 2 --eval-only --resume {shlex.quote(str(best))}"
+    lines.append(f"to evaluate it: {again}")
     assert result.out.splitlines()[-2:] == lines and result.out.count("best top1") == 1
     run = make_run(tmp_path, "--epochs", 2)
     end_epoch(run, top1=0.5)
@@ -114,8 +113,8 @@ def test_kept_epochs_are_every_so_many(tmp_path):
 # ------------------------------------------------------------------------------------ a resumed run
 
 
-def test_going_back_takes_the_best_along(tmp_path):
-    """The best of the run that is left, and not of the epochs that are made again."""
+def test_after_a_step_back_the_next_epoch_is_the_best(tmp_path, capsys):
+    """The best.pt of the directory is of an epoch that is made again."""
     run = make_run(tmp_path, "--epochs", 50, "--keep-every", 1)
     for score in (0.5, 0.9):
         end_epoch(run, top1=score)
@@ -124,21 +123,21 @@ def test_going_back_takes_the_best_along(tmp_path):
     run = make_run(tmp_path, "--epochs", 50, "--resume", early)
     end_epoch(run, top1=0.4)
     best = load(run.files.directory / "best.pt")
-    assert (best["epoch"], best["best"]) == (1, (0.5, 1))
+    assert (best["epoch"], best["best"]) == (2, (0.4, 2))
+    assert capsys.readouterr().out.count("best.pt of epoch 1 is not in that directory: ") == 1
 
 
 def test_best_pt_that_was_deleted_is_written_anew(tmp_path, capsys):
-    """By the best epoch of those that are left."""
-    for scores, best in (([0.5], 1), ([0.5, 0.3], 3)):
-        run = make_run(tmp_path / str(best), "--epochs", 50)
-        for score in scores:
-            end_epoch(run, top1=score)
-        (run.files.directory / "best.pt").unlink()
-        end(run)
-        run = make_run(tmp_path / str(best), "--epochs", 50, "--resume", "auto")
-        end_epoch(run, top1=0.4)
-        assert load(run.files.directory / "best.pt")["epoch"] == best
-    assert capsys.readouterr().out.count("the best epoch, 1, is not beside") == 1
+    """By the first epoch of those that are left."""
+    run = make_run(tmp_path, "--epochs", 50)
+    for score in (0.5, 0.3):
+        end_epoch(run, top1=score)
+    (run.files.directory / "best.pt").unlink()
+    end(run)
+    run = make_run(tmp_path, "--resume", "auto")
+    end_epoch(run, top1=0.4)
+    assert load(run.files.directory / "best.pt")["epoch"] == 3
+    assert capsys.readouterr().out.count("best.pt of epoch 1 is not in that directory: ") == 1
 
 
 def test_lowest_loss_or_a_named_metric_decides(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import ROOT, deviation, train, undisturbed, walk
 from patches import BASE, without_speed
-from runs import end_epoch, load, make_run, make_step, start_epoch
+from runs import assert_same_log, end_epoch, load, make_run, make_step, start_epoch
 from short_runs import EVERYTHING, ODD, SMALL
 
 import machinery.process
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("handlers")
 
 
 KEYS = {
-    *"format model optimizer scheduler scaler average epoch step global_step best config".split()
+    *"format weights model average optimizer scheduler scaler epoch step global_step best".split()
 }
-KEYS |= {*"log data".split()}  # the sums since the last line of the log; of the data
+KEYS |= {"config", "data"}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,11 @@ def test_keys_are_those_of_the_format_and_values_are_plain(mode, n, tmp_path):
     layers = ("conv1", "conv2", "conv3", "head")
     names = [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
     assert list(saved["model"]) == names, "neither module. nor _orig_mod."
-    assert saved["average"].keys() == {*names, "n_averaged"}
+    assert saved["average"].keys() == {"tensors", "n_averaged"}
+    assert saved["average"]["n_averaged"] == 6
+    assert {*saved["average"]["tensors"]} == {*saved["optimizer"]["state"]} == {*names}
+    assert list(saved["weights"]) == names
+    assert all(saved["weights"][n].equal(saved["average"]["tensors"][n]) for n in names)
     assert (saved["epoch"], saved["step"], saved["global_step"]) == (1, 0, 6)
 
 
@@ -67,7 +71,6 @@ def test_lines_of_the_readme_read_digits_as_the_run_did(dtype, average, tmp_path
         code = code.replace(old, new)
     names = {}
     exec(textwrap.dedent(code), names)
-    assert (names["weights"] is names["checkpoint"]["average"]) == (average == "ema")
     with np.load(ROOT / "data" / "digits.npz") as file:
         labels = file["labels"][1437:]
     guesses = names["guesses"].numpy()
@@ -112,8 +115,9 @@ def poison_in_epoch_2(part, rank):
 
     def poison(run, metrics):
         if run.state.epoch == 2:
-            net = run.state.average.module if part == "average" else run.state.net
-            net.first.weight.data[0] = float("nan")
+            state = run.state
+            tensors = state.average.tensors if part == "average" else state.net.state_dict()
+            tensors["first.weight"][0] = float("nan")
         end_epoch(run, metrics)
 
     machinery.run.Run.end_epoch = poison
@@ -170,8 +174,9 @@ def test_files_of_a_save_are_on_the_disk_before_they_appear(run, monkeypatch):
     monkeypatch.setattr(os, "replace", appears)
     end_epoch(run, top1=0.75)
     names = ["best.pt", "epoch-0002.pt", "last.pt"]
-    each = [(("fsync", f".{name}.tmp"), (12, name), ("fsync", "run")) for name in names]
-    assert calls == [("fsync", "metrics.jsonl"), *itertools.chain(*each)]
+    each = [((12, name), ("fsync", "run")) for name in names]
+    first = [("fsync", "metrics.jsonl"), ("fsync", ".best.pt.tmp")]
+    assert calls == [*first, *itertools.chain(*each)]
     assert not list(run.files.directory.glob(".*")), "no temporary file stays"
 
 
@@ -205,7 +210,7 @@ def test_file_system_without_locks_and_syncs_of_directories_will_do(tmp_path, mo
             raise OSError(errno.ENOSYS, "Function not implemented")
         fsync(descriptor)
 
-    monkeypatch.setattr("fcntl.flock", lacks)
+    monkeypatch.setattr("fcntl.lockf", lacks)
     monkeypatch.setattr(os, "fsync", lacks)
     run = make_run(tmp_path)
     run.save("last.pt")
@@ -225,14 +230,43 @@ def test_step_that_ends_the_run_saves_last_alone(tmp_path):
     assert (saved["epoch"], saved["step"]) == (0, 4)
 
 
-def test_names_of_one_save_are_files_of_their_own(run):
-    """What damages one of them leaves the other."""
+@pytest.mark.parametrize("links", [True, False])
+def test_names_of_one_save_have_one_content(links, run, monkeypatch):
+    """It is on the disk once, unless the file system has no links; the next save changes the files of no other name."""
+    synced, fsync, link = [], os.fsync, os.link
+
+    def noted(descriptor):
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def linked(*arguments):
+        if not links:
+            raise OSError(errno.EPERM, "Operation not permitted")
+        link(*arguments)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "link", linked)
     end_epoch(run, top1=0.75)
-    paths = [run.files.directory / name for name in ("best.pt", "epoch-0002.pt", "last.pt")]
-    contents = [path.read_bytes() for path in paths]
-    assert contents[0] == contents[1] == contents[2] and step_in(paths[0]) == 12
-    paths[2].write_bytes(b"damaged")
-    assert [path.read_bytes() for path in paths[:2]] == contents[:2]
+    names = ("best.pt", "epoch-0002.pt", "last.pt")
+    contents = [(run.files.directory / name).read_bytes() for name in names]
+    assert contents[0] == contents[1] == contents[2]
+    written = [name for name in synced if name.endswith(".tmp")]
+    assert written == [f".{name}.tmp" for name in (names[:1] if links else names)]
+    run.state.global_step = 13
+    run.save("last.pt")
+    assert [step_in(run.files.directory / name) for name in names] == [12, 12, 13]
+
+
+def test_what_a_kill_has_left_spoils_no_file(run):
+    """A run may die between the link under a temporary name and its last name: the next save must not write into that file."""
+    end_epoch(run, top1=0.75)
+    folder = run.files.directory
+    before = (folder / "best.pt").read_bytes()
+    os.link(folder / "best.pt", folder / ".last.pt.tmp")
+    run.state.global_step = 13
+    run.save("last.pt")
+    assert (folder / "best.pt").read_bytes() == before
+    assert step_in(folder / "last.pt") == 13
 
 
 # ------------------------------------------------------------------- a save that the run cannot make
@@ -288,5 +322,5 @@ def test_run_goes_on_from_the_save_before_the_broken_one(mode, n, broken, tmp_pa
         ours, theirs = walk(resumed.checkpoint(name)), walk(reference.checkpoint(name))
         pairs = [pair for pair in zip(ours, theirs) if isinstance(pair[0], torch.Tensor)]
         assert len(pairs) > 8 and all(one.equal(other) for one, other in pairs), name
-    assert without_speed(resumed.lines) == without_speed(reference.lines)
+    assert_same_log(resumed, reference, 2)
     assert not list(resumed.folder.glob(".*"))

@@ -200,7 +200,7 @@ def test_scaler_skips_and_counts_non_finite_gradients_at_every_precision(amp, ba
     stepped, scaler = one_step(amp, bad)
     counted = 0 if amp == "fp16" else 1  # there the scale falls
     assert not stepped and scaler.skipped == 1 and scaler.in_a_row == counted
-    assert scaler.grad_scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
+    assert scaler.get_scale() == (2.0**15 if amp == "fp16" else 1.0)
     _, resumed = one_step(amp, 1.0)
     resumed.load_state_dict(scaler.state_dict())
     assert resumed.in_a_row == counted, "a resumed run counts on"
@@ -223,9 +223,11 @@ def test_steps_in_a_row_count_at_the_lowest_scale_and_since_the_last_good_step(a
 
     for _ in range(16 if amp == "fp16" else 0):
         assert in_a_row(math.nan) == 0
-    assert [in_a_row(math.nan) for _ in range(12)] == [*range(1, 13)]
+    assert [in_a_row(math.nan) for _ in range(9)] == [*range(1, 10)]
     before = net.weight.item()
     assert in_a_row(1.0) == 0 and net.weight.item() != before
+    assert [in_a_row(math.nan) for _ in range(12)] == [*range(1, 11), 10, 10]
+    assert in_a_row(1.0) == 10, "the run ends at the next log line"
 
 
 def test_no_name_of_a_metric_is_that_of_a_weight():
@@ -234,15 +236,7 @@ def test_no_name_of_a_metric_is_that_of_a_weight():
     assert meter.mean() == {"body": 1, "body weight": 4, "count": 2}
 
 
-class Decays(torch.optim.SGD):
-    def step(self):
-        super().step()
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data *= 0.9
-
-
 OF_A_TASK = {
-    "step of its own": lambda weight, bias: Decays([weight, bias], 0.1, 0.9, fused=True),
     "fused": lambda weight, bias: torch.optim.SGD([weight, bias], 0.1, 0.9, fused=True),
     "adamw": lambda weight, bias: torch.optim.AdamW([weight, bias], 0.1, fused=True),
     "not fused": lambda weight, bias: torch.optim.SGD([weight, bias], 0.1, 0.9),
@@ -257,8 +251,10 @@ def test_skipped_first_step_of_any_optimizer_leaves_no_trace(name):
         nets = [nn.Linear(3, 2), nn.Linear(3, 2)]
         nets[1].load_state_dict(nets[0].state_dict())
         ours, theirs = (OF_A_TASK[name](*net.parameters()) for net in nets)
+        common.make_momentum(ours)
         guard = common.StepGuard("off", torch.device("cpu"), nets[0])
         for gradient in (math.nan, 1.0, 2.0, math.inf, 3.0):
+            guard.scale(nets[0].weight.sum())  # there is a scale from now on
             for parameter in (*nets[0].parameters(), *nets[1].parameters()):
                 parameter.grad = torch.full_like(parameter, gradient)
             guard.unscale_(ours)
@@ -289,6 +285,43 @@ def test_options_reach_the_optimizer():
     for name, more in own.items():
         (group,) = optimizer_of(make_args(*argv, name), net).param_groups
         assert group | wanted | more == group, name
+
+
+def adamw_of(net, backwards=False):
+    """AdamW with a group of the weights and one of the biases, which have a rate and a decay of their own."""
+    weights, biases = [net[0].weight, net[2].weight], [net[0].bias, net[2].bias]
+    groups = [{"params": weights}, {"params": biases, "lr": 0.03, "weight_decay": 0.0}]
+    if backwards:
+        groups = [group | {"params": group["params"][::-1]} for group in groups[::-1]]
+    return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+
+
+def state_of(net, optimizer):
+    scheduler = common.build_scheduler(optimizer, 5, schedule="constant", epochs=9, warmup_epochs=0)
+    guard = common.StepGuard("off", torch.device("cpu"), net)
+    return common.State(net, optimizer, scheduler, guard, common.WeightAverage(net, 0.9, False))
+
+
+def train_plainly(net, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        net(torch.arange(6.0).view(2, 3) + step).square().sum().backward()
+        optimizer.step()
+
+
+def test_state_of_an_optimizer_goes_by_name_and_not_by_order():
+    """A resumed run, whose groups come in another order, is the uninterrupted one to the bit."""
+    nets = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(3)]
+    for net in nets[1:]:
+        net.load_state_dict(nets[0].state_dict())
+    whole, first, second = nets
+    train_plainly(whole, adamw_of(whole), range(6))
+    stopped, resumed = adamw_of(first), adamw_of(second, backwards=True)
+    train_plainly(first, stopped, range(3))
+    state_of(second, resumed).restore(state_of(first, stopped).checkpoint())
+    train_plainly(second, resumed, range(3, 6))
+    assert all(map(torch.equal, second.parameters(), whole.parameters()))
+    assert not any(map(torch.equal, first.parameters(), whole.parameters()))
 
 
 def test_sawtooth_is_that_of_its_source():

@@ -182,7 +182,7 @@ def test_eval_only_does_not_touch_the_log_of_a_run(tmp_path):
     before = (result.folder / "metrics.jsonl").read_bytes()
     older = result.folder / "epoch-0001.pt"
     with open(os.devnull) as other:  # another evaluation at the same time
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.lockf(other, fcntl.LOCK_EX)
         again = train("single", 1, *argv, "--eval-only", "--resume", older, folder=tmp_path)
     assert again.code == 0, again.err
     assert (result.folder / "metrics.jsonl").read_bytes() == before

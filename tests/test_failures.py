@@ -60,7 +60,7 @@ def test_early_end_of_all_ranks_has_its_exit_code(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     with open(folder / "metrics.jsonl", "a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX)
+        fcntl.lockf(log, fcntl.LOCK_EX)
         argv = (*ODD, "--model", "conv")
         result = train("ddp", 3, *argv, folder=tmp_path, patch=come_late)
     left = printed(result.out, "left")
@@ -150,7 +150,6 @@ TERM, ABORTED = signal.SIGTERM, -signal.SIGABRT
         ([143, -9, 143], [TERM], (143, "")),
         ([-15, -15], [TERM], (143, "stopped by SIGTERM with nothing new to save")),
         ([FAILED, -15], [], (1, "process 1 was killed by SIGTERM")),
-        ([FAILED, 0], [], (1, "process 1 left before the end, with exit code 0")),
         ([0, 7], [], (1, "process 1 left before the end, with exit code 7")),
         ([ABORTED, FAILED], [], (1, "")),  # NCCL aborts a rank that has lost another one
         ([0, -37], [], (1, "process 1 was killed by signal 37")),  # one without a name
@@ -158,7 +157,7 @@ TERM, ABORTED = signal.SIGTERM, -signal.SIGABRT
 )
 def test_end_of_a_run_is_told_by_the_rank_that_is_to_blame(ended, received, expected):
     """The others end for its sake, or have to be ended."""
-    assert machinery.launch.diagnose(ended, 1, received) == expected
+    assert machinery.launch.diagnose(ended, received) == expected
 
 
 class Rank:
@@ -229,7 +228,7 @@ def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(tmp_path):
     command = ["bash", "run.sh", "ddp", "2", *FAULTY]
     with Launch(command, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
         assert launch.end() == 1, launch.errors()
-        assert launch.errors() == "train_ddp.py: process 1 was killed by SIGKILL\n"
+        assert launch.errors().endswith("\ntrain_ddp.py: process 1 was killed by SIGKILL\n")
     assert (tmp_path / "once").exists()
     again = [*command, "--resume", "auto"]
     with Launch(again, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:

@@ -15,7 +15,7 @@ from patches import Patches, set_environment, stop_after, without_speed
 import common
 
 SMALL = ("--task", TASKS / "faulty.py", "--epochs", "3", "--batch-size", "30", "--save-every", "4")
-SMALL += ("--average", "ema", "--dtype", "float64")
+SMALL += ("--average", "ema", "--dtype", "float64", "--log-every", "1")
 
 
 def kill_at_call(number, rank):

@@ -23,6 +23,7 @@ from patches import BASE, change_training_loss, stop_after
 from torch import nn
 
 import common
+import machinery.check
 import machinery.modes
 import machinery.usertask
 
@@ -55,12 +56,12 @@ def test_run_that_changes_its_mode_at_each_stop_is_the_same_run(tmp_path):
     assert last.code == 0, last.err
     ours, theirs = last.checkpoint(), whole.checkpoint()
     assert ours["global_step"] == theirs["global_step"] == 18
-    for part in ("model", "average"):
+    for part in ("model", "weights"):
         found = deviation(ours[part], theirs[part])
         prove("resumed run, other mode or world size", "uninterrupted run", found, allowed=1e-10)
-    moments = zip(ours["optimizer"]["state"].values(), theirs["optimizer"]["state"].values())
-    for found, wanted in moments:
-        assert torch.allclose(found["exp_avg"], wanted["exp_avg"], rtol=1e-8, atol=1e-12)
+    moments = ours["optimizer"]["state"]
+    for name, wanted in theirs["optimizer"]["state"].items():
+        assert torch.allclose(moments[name]["exp_avg"], wanted["exp_avg"], rtol=1e-8, atol=1e-12)
     for line, wanted in zip(last.eval_lines(), whole.eval_lines(), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
 
@@ -70,12 +71,11 @@ def test_file_of_shards_holds_whole_plain_tensors(tmp_path):
     result = train("fsdp", 3, *NET, "--average", "ema", folder=tmp_path)
     assert result.code == 0, result.err
     saved, wanted = result.checkpoint(), single_run(*NET, "--average", "ema").checkpoint()
-    for part in ("model", "average"):
+    for part in ("model", "weights"):
         assert saved[part].keys() == wanted[part].keys()
         for name, value in wanted[part].items():
-            assert type(saved[part][name]) is type(value)
-            found = torch.as_tensor(saved[part][name])
-            assert found.shape == torch.as_tensor(value).shape
+            found = saved[part][name]
+            assert type(found) is torch.Tensor and found.shape == value.shape
             assert found.untyped_storage().nbytes() == found.nbytes, "no padding of the shards"
     again = train("single", 1, *NET, "--average", "ema", "--eval-only", "--resume",
                   str(result.folder / "last.pt"), folder=tmp_path / "again")  # fmt: skip
@@ -186,7 +186,7 @@ def refuse_to_move(rank):
 
     def check(task, net, *rest):
         assert all(hasattr(parameter, "full_tensor") for parameter in net.parameters())
-        machinery.usertask.check_run(task, net, *rest)
+        machinery.check.check_run(task, net, *rest)
 
     machinery.usertask.Task.build_net, script.check_run = build_net, check
 
@@ -196,8 +196,8 @@ def test_network_and_average_are_cut_before_they_reach_a_device(tmp_path):
     argv = (*NET, "--average", "ema", "--epochs", "1")
     result = train("fsdp", 2, *argv, folder=tmp_path, patch=refuse_to_move)
     assert result.code == 0, result.err
-    found, wanted = result.checkpoint()["average"], undisturbed("fsdp", 2, *argv).checkpoint()
-    assert deviation(found, wanted["average"]) == 0, "the check leaves no trace"
+    found, wanted = result.checkpoint()["weights"], undisturbed("fsdp", 2, *argv).checkpoint()
+    assert deviation(found, wanted["weights"]) == 0, "the check leaves no trace"
 
 
 def test_each_rank_holds_its_share():

@@ -137,7 +137,7 @@ def test_first_gradients_and_averages_are_those_of_the_cpu(tmp_path):
     cpu, gpu = ({n: g.cpu() for n, g in run.gradients[0][0].items()} for run in runs)
     assert len(cpu) == len([*task.DigitNet().parameters()])
     assert deviation(gpu, cpu) < 1e-10
-    cpu, gpu = (run.checkpoint()["average"] for run in runs)
+    cpu, gpu = (run.checkpoint()["weights"] for run in runs)
     assert deviation(gpu, cpu) < 1e-9
 
 
@@ -238,5 +238,5 @@ def test_two_gpus_compute_what_one_of_them_computes(mode, options, tmp_path):
     one = train("single", 1, *argv, folder=tmp_path / "one")
     two = train(mode, 2, *argv, folder=tmp_path / "two")
     assert (one.code, two.code, two.err) == (0, 0, "")
-    for part in ("model", "average")[: 1 + (options is EMA)]:
+    for part in ("model", "weights"):
         assert deviation(two.checkpoint()[part], one.checkpoint()[part]) < 1e-10

@@ -45,7 +45,7 @@ def test_speed_is_the_samples_since_the_last_line_over_the_seconds_since(clock, 
     lines = [line for line in log_of(tmp_path) if line["event"] == "train"]
     assert column(lines, "global_step") == [4, 6, 8, 12], "and the last of an epoch"
     assert [(line["epoch"], line["step"]) for line in lines] == [(0, 4), (0, 6), (1, 2), (1, 6)]
-    assert column(lines, "images_per_s") == [8 / 3.75, 5 / 4.125, 4 / 0.75, 9 / 7.125]
+    assert column(lines, "samples_per_s") == [8 / 3.75, 5 / 4.125, 4 / 0.75, 9 / 7.125]
     parts = (0, 1, 2, 3), (4, 5), (0, 1), (2, 3, 4, 5)
     sums = [sum(sum(LOSSES[i]) for i in part) for part in parts]
     assert column(lines, "loss") == [total / n for total, n in zip(sums, (8, 5, 4, 9))]
@@ -70,24 +70,24 @@ def test_data_wait_is_the_share_of_the_time_before_the_batches(clock, tmp_path):
 
 
 def test_speed_after_a_resume_is_of_this_process_alone(clock, tmp_path):
-    """Neither the steps before it nor the wait for the first batch count."""
+    """Neither the steps before it nor the wait for the first batch count, nor does the mean have the loss of what was not logged."""
     first = make_run(tmp_path, "--log-every", 4)
     start_epoch(first)
-    for losses in LOSSES[:4]:
+    for losses in LOSSES[:3]:
         clock.seconds += 50
         make_step(first, losses)
     first.save("last.pt")
     end(first)
-    run = make_run(tmp_path, "--log-every", 4, "--resume", "auto")
-    assert run.state.global_step == 4
+    run = make_run(tmp_path, "--resume", "auto")
+    assert run.state.global_step == 3
     clock.seconds += 1000  # until the first batch comes
     start_epoch(run)
-    for losses, seconds in zip(LOSSES[4:], SECONDS[4:]):
+    for losses, seconds in zip(LOSSES[3:], SECONDS[3:]):
         clock.seconds += seconds
         make_step(run, losses)
     lines = log_of(tmp_path)
-    assert column(lines, "images_per_s") == [8 / 200, 5 / 4.125]
-    assert column(lines, "loss") == [sum(map(sum, LOSSES[:4])) / 8, 8.125 / 5]
+    assert column(lines, "samples_per_s") == [2 / 1.0, 5 / 4.125]
+    assert column(lines, "loss") == [8.0 / 2, 8.125 / 5]
 
 
 def log_two_ranks(folder):
@@ -103,7 +103,7 @@ def log_two_ranks(folder):
 
 def test_speed_is_that_of_all_ranks(tmp_path):
     in_group(2, functools.partial(log_two_ranks, tmp_path))
-    assert column(log_of(tmp_path), "images_per_s") == [10.0, 10.0]
+    assert column(log_of(tmp_path), "samples_per_s") == [10.0, 10.0]
 
 
 def figures(text):
@@ -112,7 +112,7 @@ def figures(text):
         r"(?:epoch (?P<epoch>\d+)/(?P<epochs>\d+)  step (?P<step>\d+)/(?P<steps>\d+)  )?"
         r"loss (?P<loss>-?\d+\.\d{6}|nan)  (?:odd (?P<odd>\d\.\d{6})  )?lr (?P<lr>[\d.e-]+)  "
         r"(?P<speed>\d+) samples/s  data (?P<wait>\d+)%"
-        r"(?:  skipped (?P<skipped>\d+) steps: a gradient was not finite, or no sample had a weight)?",
+        r"(?:  skipped (?P<skipped>\d+) steps: a gradient was not finite)?",
         text,
     )
     assert found, text
@@ -140,11 +140,11 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
         assert (shown["step"], shown["steps"]) == (line["step"], 6)
         assert abs(shown["loss"] - line["loss"]) <= 0.5000001e-6
         assert shown["lr"] == pytest.approx(line["lr"], rel=1e-4)
-        assert abs(shown["speed"] - line["images_per_s"]) <= 0.5
+        assert abs(shown["speed"] - line["samples_per_s"]) <= 0.5
         assert abs(shown["wait"] - 100 * line["data_wait"]) <= 0.5
     assert column(lines, "skipped") == [0, 1, 0, 0, 2, 0], "since the last line"
     assert column(printed, "skipped") == [None, 1, None, None, 2, None], "if any"
-    assert min(line["images_per_s"] for line in lines) > 100, "or rounding would hide a factor"
+    assert min(line["samples_per_s"] for line in lines) > 100, "or rounding would hide a factor"
 
 
 ODD_METRIC = """
@@ -229,17 +229,12 @@ def test_evaluation_line_has_the_seconds_of_training_evaluation_and_saving(clock
             make_step(run, [1.0])
         clock.seconds += 0.5
         run.save("last.pt")
-        run.eval_model()
         clock.seconds += 8.0
         end_epoch(run)
-    clock.seconds += 16.0
-    run.eval_model()
-    clock.seconds += 4.0
-    run.log.eval_line({"loss": 1.0, "top1": 0.5, "count": 57})
     lines = [line for line in log_of(tmp_path) if line["event"] == "eval"]
     times = [[line[name] for name in ("train_s", "eval_s", "save_s")] for line in lines]
     # The save of end_epoch comes after its line, and counts for the next one.
-    assert times == [[13.5, 8.0, 0.25], [13.5, 8.0, 0.375], [16.0, 4.0, 0.125]]
+    assert times == [[13.5, 8.0, 0.25], [13.5, 8.0, 0.375]]
 
 
 @pytest.mark.parametrize("damage", ["torn", "foreign"])
@@ -297,7 +292,7 @@ def test_tensorboard_shows_what_the_log_says(tmp_path):
     assert result.code == 0, result.err
     assert result.out.count("closed") == 1, "or what waits in its queue may be lost"
     events = EventAccumulator(str(result.folder)).Reload()
-    names = {f"train/{name}" for name in ("loss", "lr", "images_per_s", "grad_norm")}
+    names = {f"train/{name}" for name in ("loss", "lr", "samples_per_s", "grad_norm")}
     assert names | {"eval/loss", "eval/top1"} <= set(events.Tags()["scalars"])
     shown = {event.step: event.value for event in events.Scalars("eval/loss")}
     assert shown == pytest.approx(

@@ -104,10 +104,7 @@ def test_lost_node_ends_the_job_which_goes_on_later(tmp_path):
             send(nodes[1].processes(), signal.SIGKILL)
             gate.touch()
             assert nodes[0].end() == 1
-            last = nodes[0].errors().splitlines()[-1]
-            assert (
-                "a rank on another node was lost; start all nodes again with --resume auto" in last
-            )
+            assert "Traceback" in nodes[0].errors(), "torch says which connection was lost"
             assert torch.load(tmp_path / "run" / "last.pt")["epoch"] == 1
         with job(hosts, tmp_path, commands, *GATED, "--resume", "auto") as nodes:
             assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
@@ -180,16 +177,26 @@ def ranks(folder, *own, patch=None, common_options=()):
         # would train on, to a wrong result
         (["--seed", "1"], (), "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"),
         ([], ("build_datasets", shorter), "training samples is 203 on rank 0, but 202 on rank"),
-        ([], ("build_datasets", reversed_training), "hash of training samples is "),
         ([], ("build_net", reversed_parameters), "the order of parameters is "),
     ],
-    ids=["seed", "training set", "order", "parameters"],
+    ids=["seed", "training set", "parameters"],
 )
 def test_ranks_that_mean_different_runs_are_told(own, change, words, tmp_path):
     patch = functools.partial(change_on_rank_1, *change) if change else None
     for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):
         assert code == 2 and (i or words in err), err
     assert not (tmp_path / "run").exists()
+
+
+def test_other_samples_on_a_node_are_a_warning(tmp_path):
+    """A file may be decoded into other pixels there. Files in another order look the same."""
+    patch = functools.partial(change_on_rank_1, "build_datasets", reversed_training)
+    (code, out, err), (code1, out1, _) = ranks(
+        tmp_path, patch=patch, common_options=["--epochs", "1"]
+    )
+    assert code == code1 == 0, err
+    warning = "warning: rank 1 reads other samples than rank 0: are the files the same?"
+    assert out.count(warning) == 1 and warning not in out1
 
 
 def alone_on_its_node(rank):
@@ -219,10 +226,8 @@ def option_of_the_task(rank):
 
 
 def test_what_belongs_to_a_node_may_differ(tmp_path):
-    """Also the folder of the task, and the name of its file."""
-    (tmp_path / "gate.py").write_text((TASKS / "pit_models.py").read_text())
+    """Also what a task puts into its arguments."""
     own = ["--workers", "1", "--output-dir", str(tmp_path / "other")]
-    own += ["--task", str(tmp_path / "gate.py")]
     more = {"patch": option_of_the_task, "common_options": ["--epochs", "1"]}
     for code, _, err in ranks(tmp_path, *own, **more):
         assert code == 0, err
@@ -257,8 +262,7 @@ def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
     argv = [*BASE, *place.split(), "--timeout", "3", "--output-dir", str(tmp_path / "run")]
     target = functools.partial(spawn_launcher, argv)
     ((code, _, err),) = run_processes([target], tmp_path, timeout=60)
-    assert code == 1 and NOT_MET[rank] in err.splitlines()[-2]
-    assert err.splitlines()[-1].endswith("start all nodes again with --resume auto")
+    assert code == 1 and NOT_MET[rank] in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ import machinery.cli
 import machinery.run
 import machinery.usertask
 
+# A checkpoint of a run at its beginning, as far as the command line is concerned
+EMPTY = {"format": common.FORMAT, "epoch": 0, "step": 0, "global_step": 0, "config": {}}
+
 
 @pytest.mark.parametrize("mode", ["single", "spawn"])
 def test_booleans_can_be_turned_off_and_help_is_readable(mode):
@@ -46,9 +49,10 @@ def test_options_have_the_same_names_and_defaults_in_all_modes():
         assert args.keys() - plain.keys() == own.get(mode, set())
 
 
-def test_option_with_several_values_may_be_given_again():
-    args = make_args("single", *"--freeze conv* --freeze !conv3.* head.bias".split())
-    assert args.freeze == ["conv*", "!conv3.*", "head.bias"] and make_args().freeze == []
+def test_of_an_option_that_is_given_again_the_last_one_counts():
+    args = make_args("single", *"--lr 1 --freeze conv* --lr 2 --freeze !conv3.* head.bias".split())
+    assert args.freeze == ["!conv3.*", "head.bias"] and make_args().freeze == []
+    assert args.lr == 2
 
 
 RANGES = {  # the first and the last that are accepted; what is just outside
@@ -82,7 +86,7 @@ def test_folder_of_a_run_without_a_name(tmp_path, monkeypatch):
 
 
 def test_evaluation_may_read_the_directory_of_a_run_that_it_cannot_write_to(tmp_path, monkeypatch):
-    (tmp_path / "best.pt").touch()
+    torch.save(EMPTY, tmp_path / "best.pt")
     monkeypatch.setattr(os, "access", lambda *_: False)
     directory = ["--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt")]
     make_args("single", "--eval-only", *directory)
@@ -91,18 +95,14 @@ def test_evaluation_may_read_the_directory_of_a_run_that_it_cannot_write_to(tmp_
 
 
 def test_paths_are_those_of_the_start(tmp_path, monkeypatch):
-    """A task may change the directory."""
     monkeypatch.chdir(tmp_path)
-    for name in ("mine.py", "a.pt"):
-        Path(name).touch()
+    Path("mine.py").touch()
+    torch.save(EMPTY, "a.pt")
     args = make_args(
         "single", *"--task mine.py --resume a.pt --weights a.pt --output-dir d".split()
     )
     found = [args.task, args.resume, args.weights, args.output_dir]
     assert found == [str(tmp_path / name) for name in ("mine.py", "a.pt", "a.pt", "d")]
-    Path("mine.py").write_text("import os; os.chdir('/')")
-    args = make_args("single", *"--task mine.py --output-dir d".split())
-    assert os.getcwd() == "/" and args.output_dir == str(tmp_path / "d")
 
 
 def test_ranks_of_torchrun_forget_the_launcher_around_it(monkeypatch):
@@ -168,12 +168,12 @@ def per_sample_loss(outputs, targets): return outputs.mean()
 
 @pytest.mark.parametrize("mode", ["single", "dp", "ddp", "spawn", "fsdp"])
 def test_script_alone_checks_too(mode, tmp_path):
-    """Not only `run.sh`: a task whose loss cannot be right is one line, not a traceback in the first step."""
+    """Not only `run.sh`: a task whose loss cannot be right is found before the first step."""
     (tmp_path / "mean.py").write_text(MEAN)
     result = train(mode, 1, "--task", tmp_path / "mean.py", folder=tmp_path, patch=checked)
-    assert result.code == 2 and len(result.err.splitlines()) == 1
-    problem = 'ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []'
-    assert f"per_sample_loss: {problem}" in result.err
+    last = result.err.splitlines()[-1]
+    assert result.code == 2 and "of the training set: ValueError: loss must be one number" in last
+    assert f"error: --task {tmp_path / 'mean.py'}: per_sample_loss or loss_weights" in last
 
 
 def test_check_can_be_left_out(tmp_path):
@@ -184,7 +184,7 @@ def test_check_can_be_left_out(tmp_path):
 
 
 def test_directory_with_only_the_best_checkpoint_is_taken(tmp_path):
-    (tmp_path / "best.pt").touch()
+    torch.save(EMPTY, tmp_path / "best.pt")
     with pytest.raises(common.UsageError, match="already holds a run"):
         make_args("single", "--output-dir", str(tmp_path))
     make_args("single", "--output-dir", str(tmp_path), "--resume", str(tmp_path / "best.pt"))
@@ -202,19 +202,16 @@ def test_directory_that_another_run_fills_meanwhile_is_refused(tmp_path):
     assert (result.folder / "last.pt").read_text() == "of a finished run"
 
 
-@pytest.mark.parametrize(
-    "launcher", [{"SLURM_STEP_NODELIST": "a"}, {"RANK": "0", "LOCAL_WORLD_SIZE": "x"}]
-)
-def test_odd_variables_of_a_launcher_are_bad_input(launcher, monkeypatch):
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(common.UsageError, match=r"^the variables of the launcher: "):
-        make_args("ddp")
-
-
 def test_name_of_a_task_is_a_file_in_tasks():
     for name in ("images", str(ROOT / "tasks" / "images.py")):
         args = make_args("single", "--task", name)
         assert args.task == str(ROOT / "tasks" / "images.py") and args.model == "resnet9"
-    with pytest.raises(common.UsageError, match=r"or one of detect, images, pose; got 'image'"):
+    with pytest.raises(
+        common.UsageError, match=r"or one of detect, images, pose, digits; got 'image'"
+    ):
         make_args("single", "--task", "image")
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank=3", "--local_rank=3"])
+def test_local_rank_is_accepted_in_both_spellings(spelling):
+    assert machinery.cli.parse_args("ddp", [spelling]).local_rank == 3

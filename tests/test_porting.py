@@ -24,7 +24,7 @@ def test_rows_name_what_is_there():
     files = "train_ddp train_spawn sampling common examples/other_project".split()
     code = "".join((ROOT / f"{name}.py").read_text() for name in files)
     parser = machinery.cli.build_parser("spawn")
-    machinery.cli.add_options_of_task(parser, ["--task", "images"])
+    machinery.cli.add_options_of_task(parser, machinery.cli.task_file("images"), {})
     options = parser._option_string_actions
     checked = 0
     tables = rows("Options") + rows("Calls") + rows("Lightning") + rows("Accelerate")

@@ -110,7 +110,7 @@ def test_first_step_is_that_of_a_plain_program(kind):
     ],
 )
 def test_real_work_is_resumed_in_another_mode(kind, first, second, tmp_path):
-    argv = argv_of(kind, "--batch-size", 13)
+    argv = argv_of(kind, "--batch-size", 13, "--log-every", 1)
     stopped = train(*first, *argv, folder=tmp_path, patch=functools.partial(stop_after, 6))
     assert stopped.code == 143 and stopped.checkpoint()["step"] > 0, stopped.err
     again = train(*second, *argv, "--resume", "auto", folder=tmp_path)
@@ -133,14 +133,14 @@ def ignore_first_samples(count, rank):
 
 
 @pytest.mark.parametrize(("mode", "n"), [("ddp", 2), full("single", 1), full("fsdp", 2)])
-def test_steps_without_any_weight_are_skipped(mode, n, tmp_path):
+def test_steps_without_any_weight_change_nothing(mode, n, tmp_path):
     options = "--batch-size 7 --epochs 1 --log-every 1 --momentum 0 --weight-decay 0"
     argv = argv_of("tokens", *options.split(), "--schedule", "constant")
     ignore = functools.partial(ignore_first_samples, 56)
     result = train(mode, n, *argv, folder=tmp_path, patch=ignore, steps=9)
     assert result.code == 0, result.err
     lines = result.train_lines()
-    assert [line["skipped"] for line in lines] == [1] * 8 + [0] and lines[8]["loss"] > 0
+    assert not any(line["skipped"] for line in lines) and lines[8]["loss"] > 0
     before = Task(make_args("single", *argv)).build_net().state_dict()
     after, last = result.checkpoint()["model"], result.gradients[0][-1]
     wanted = {name: before[name] - 0.3 * last[str(i)] for i, name in enumerate(before)}

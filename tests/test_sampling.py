@@ -339,3 +339,13 @@ def test_default_number_of_workers(monkeypatch):
     assert made("cuda", None, data, balanced=True) == (1, None), "its repeats come one by one"
     assert made("mps", None, data) == (1, None), "too large"
     assert made("cuda", None, Inherits()) == (1, None), "it may have other tensors"
+
+
+def test_generators_have_streams_of_their_own():
+    """torch's and numpy's are both Mersenne twisters."""
+    drawn = []
+    for seed in range(100):
+        sampling.seed_generators(seed)
+        drawn.append((int(torch.randint(0, 8, ())), np.random.randint(0, 8), random.randrange(8)))
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        assert 2 <= sum(numbers[i] == numbers[j] for numbers in drawn) <= 30

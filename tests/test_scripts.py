@@ -65,7 +65,7 @@ def test_tasks_know_nothing_of_ranks_and_no_program_of_one_maker():
 
 # Who may import whom: only what stands further to the right. So there is no circle either.
 # The scripts stand before all, and import none of each other.
-ORDER = [f"machinery.{name}" for name in "launch run cli modes usertask process".split()]
+ORDER = [f"machinery.{name}" for name in "launch run cli modes check usertask process".split()]
 ORDER += ["tasks.detect", "tasks.pose", "tasks.images", "task", "sampling", "common", "machinery"]
 
 
@@ -242,7 +242,8 @@ def test_commands_files_and_links_of_the_pages_exist(name):
         if mode in SCRIPTS:
             argv = [part.replace("mine.py", "task.py") for part in shlex.split(argv)]
             parser = machinery.cli.build_parser(mode)
-            machinery.cli.add_options_of_task(parser, argv)
+            task = parser.parse_known_args(argv)[0].task
+            machinery.cli.add_options_of_task(parser, task, {})
             parser.parse_args(argv)
         elif mode != "test":  # whose options are those of pytest
             folder = "tests/campaigns" if mode in ("faults", "fuzz") else "tools"

@@ -49,10 +49,7 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
             assert value.equal(weights[parameter]) == (
                 parameter not in ("conv1.bias", "head.weight")
             ), parameter
-        first, *lines = capsys.readouterr().out.splitlines()
-        part = next((name for name, value in content.items() if value is given), None)
-        assert first == f"weights: {part} of --weights {tmp_path / name}" or content is given
-        assert (lines if part else [first, *lines]) == [
+        assert capsys.readouterr().out.splitlines() == [
             f"weights: 6 of the model's 8 tensors are from --weights {tmp_path / name}",
             "weights: not loaded: conv1.bias [48], not in the file",
             "weights: not loaded: head.weight [10, 384], [1000, 384] in the file",
@@ -60,16 +57,45 @@ def test_weights_of_another_network_are_loaded_as_far_as_they_fit_and_the_rest_i
         ]
 
 
-def test_weights_of_a_checkpoint_are_those_that_were_evaluated(capsys):
-    trained, average = {"weight": torch.ones(1, 2)}, {"weight": torch.full((1, 2), 2.0)}
-    for kept, wanted in (({**average, "n_averaged": 3}, average), ({}, trained)):
-        net = nn.Linear(2, 1, bias=False)
-        checkpoint = {"model": trained, "average": kept, "epoch": 1}
-        common.load_weights(net, checkpoint, "the file")
-        assert net.weight.equal(wanted["weight"])
-        first = capsys.readouterr().out.splitlines()[0]
-        said = "weights: average of the file; not used: model" if kept else "model of the file"
-        assert said in first and ("not used" in first) == bool(kept)
+TIED = """
+from torch import nn
+from small import build_datasets, per_sample_loss, per_sample_metrics
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.again.weight = self.first.weight
+
+    def forward(self, images):
+        pixels = images.flatten(1).to(self.head.weight.dtype) / 90 - 0.8
+        return self.head(self.again(self.first(pixels).relu()).relu())
+
+def build_model(args):
+    return Net()
+"""
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("fsdp", 2)])
+def test_weights_of_a_checkpoint_are_those_that_were_evaluated(mode, n, tmp_path, monkeypatch):
+    """The average, also of a tensor that has two names."""
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "tied.py").write_text(TIED)
+    options = "--epochs 2 --batch-size 30 --dtype float64 --device cpu --average ema"
+    argv = ("--task", tmp_path / "tied.py", *options.split())
+    trained = train(mode, n, *argv, folder=tmp_path / "trained")
+    assert trained.code == 0, trained.err
+    checkpoint = trained.checkpoint()
+    weights, model = checkpoint["weights"], checkpoint["model"]
+    average = checkpoint["average"]["tensors"]
+    assert weights.keys() == model.keys() >= {"first.weight", "again.weight"}
+    for found, wanted in ((weights, average), (model, model)):
+        assert found["again.weight"].equal(wanted["first.weight"])
+        assert found["first.weight"].equal(wanted["first.weight"])
+    assert deviation(weights, model) > 1e-4
+    argv = (*argv, "--eval-only", "--weights", trained.folder / "last.pt")
+    (line,) = train("single", 1, *argv, folder=tmp_path / "evaluated").eval_lines()
+    assert line["loss"] == pytest.approx(trained.eval_lines()[-1]["loss"], rel=1e-12)
 
 
 def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):

@@ -244,13 +244,13 @@ def train_in_pieces(
             for buffer, before in zip(model.buffers(), buffers if rank else ()):
                 buffer.copy_(before)  # only rank 0's running statistics are kept
             run.meter.add(loss=task.weigh(losses, targets), **task.train_metrics(outputs, targets))
-        state.scaler.unscale_(state.optimizer, total)
+        state.scaler.unscale_(state.optimizer)
         norm = common.clip_grad_norm(state.net, args.clip_grad_norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()
-        state.average.after_step(state.net)
+        state.average.after_step()
         run.end_step(norm)
 
 
@@ -317,9 +317,12 @@ def deviations(result: harness.Result, reference: harness.Result, exact: bool) -
     found["norms"] = relative("grad_norm", result.train_lines(), reference.train_lines())
     if not exact:  # of rounded weights, one picture of 57 may well be classified otherwise
         found["evaluation"] = relative("loss", result.eval_lines(), reference.eval_lines())
-    if averages := reference.checkpoint()["average"]:
-        assert averages["n_averaged"] > 1
-        found["average"] = harness.deviation(result.checkpoint()["average"], averages)
+    average = reference.checkpoint()["average"]
+    if average["tensors"]:
+        assert average["n_averaged"] > 1
+        ours = result.checkpoint()["average"]
+        assert ours["n_averaged"] == average["n_averaged"]
+        found["average"] = harness.deviation(ours["tensors"], average["tensors"])
     return found
 
 

@@ -1,8 +1,8 @@
 """Break training runs on purpose and compare what they end with: `bash run.sh faults [--trials N] [--seed S] [--only FAULT] [--trial K]`.
 
 A trial starts `bash run.sh MODE N ...`, inflicts one fault at a random instant, looks at how the run ends, and starts the same command line
-again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once. A damaged last.pt
-must be refused by its name; then the same is asked of a run that goes on from best.pt. If a trial is lost, the program ends with exit
+again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once; the means of the
+first line after the resume are of the steps since then. A damaged last.pt must be refused by its name; then the same is asked of a run that goes on from best.pt. If a trial is lost, the program ends with exit
 code 1 and keeps its folder.
 """
 
@@ -49,6 +49,8 @@ IMPATIENT = [*DIGITS, "--timeout", "10"]
 VARIATIONS = [[], ["--optimizer", "adamw", "--lr", "0.003"], ["--balanced"]]
 LIMIT = 240  # seconds that any launch may take
 SIDE_BY_SIDE = 3  # trials: much of each is waiting
+# In a training line: what is no mean over the steps since the last one
+OF_ONE_STEP = {"event", "epoch", "step", "global_step", "lr", "grad_norm", "skipped"}
 LAST_LINES = 15  # of stderr, in which the cause of a failure must stand
 SMALL_DISK = "size=1m"  # holds all files of a run
 
@@ -142,6 +144,7 @@ def kill_and_damage(trial: Trial, launch: Launch) -> bool:
 
     def change() -> None:
         path = trial.output / "last.pt"
+        trial.resumed_at = position(path)
         path.write_bytes(damaged(trial.rng, path.read_bytes()))
 
     trial.repairs.callback(change)
@@ -285,6 +288,7 @@ class Trial:
         self.folder = campaign.folder / f"trial-{number}"
         self.output = self.folder / "run"
         self.logged = 0  # the last step in its log when the fault came
+        self.resumed_at = 0  # the step of the checkpoint from which the run went on
         self.repairs, self.cleanup = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __str__(self) -> str:
@@ -312,7 +316,10 @@ class Trial:
             self.fault.prepare(self)
             with self.repairs:
                 late = self.disturb()
-            with self.start("resume", self.resume_mode, *self.other_checkpoint()) as launch:
+            other = self.other_checkpoint()
+            if not self.fault.damages:
+                self.resumed_at = position(self.output / "last.pt")
+            with self.start("resume", self.resume_mode, *other) as launch:
                 code = launch.end(LIMIT)
                 expect(code == 0, f"exit code {code} of the resumed run")
             self.compare()
@@ -374,12 +381,15 @@ class Trial:
         for name in ("last.pt", "best.pt"):
             ours, theirs = load(self.output / name), load(self.reference.output / name)
             expect(ours is not None, f"no {name}")
-            parts = [p for p in theirs if p != "config" and (name == "last.pt" or p != "log")]
+            parts = theirs.keys() - {"config"}
             places = [w for part in parts for w in differences(ours.get(part), theirs[part], part)]
             named = ", ".join(places[:5])
             expect(not places, f"{name} differs from the undisturbed run's: {named}")
         folders = self.output, self.reference.output
-        ours, theirs = (log_lines(folder / "metrics.jsonl") for folder in folders)
+        ours, theirs = (
+            without_means_at(self.resumed_at, log_lines(folder / "metrics.jsonl"))
+            for folder in folders
+        )
         counts = f"{len(ours)} lines and {len(theirs)}"
         expect(ours == theirs, f"metrics.jsonl differs from the undisturbed run's: {counts}")
 
@@ -394,6 +404,11 @@ def sample_at(epoch: int, place: int) -> str:
 
 def load(path: Path) -> dict[str, Any] | None:
     return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def position(path: Path) -> int:
+    """Return the step of a checkpoint; 0 if there is none."""
+    return (load(path) or {"global_step": 0})["global_step"]
 
 
 def differences(ours: Any, theirs: Any, where: str, tolerance: float = 0.0) -> list[str]:
@@ -425,6 +440,21 @@ def differences(ours: Any, theirs: Any, where: str, tolerance: float = 0.0) -> l
 def log_lines(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+
+
+def without_means_at(step: int, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines without the means of the training line that has this step and others.
+
+    A run that goes on from there has only the steps since then in them.
+    """
+    kept, before = [], 0
+    for line in lines:
+        if line["event"] == "train":
+            if before < step < line["global_step"]:
+                line = {name: value for name, value in line.items() if name in OF_ONE_STEP}
+            before = line["global_step"]
+        kept.append(line)
+    return kept
 
 
 # ------------------------------------------------------------------------------------ the campaign

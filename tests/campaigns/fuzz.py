@@ -7,7 +7,7 @@ interruption, and a mode and world size to resume in. These must hold:
 |---|---|
 | mode | every mode computes what one device computes, in float64 to 1e-9 |
 | resume | a resumed run is the undisturbed one: bitwise, or in another mode to 1e-8 |
-| log | metrics.jsonl has every line once, in order, and counts the skipped steps |
+| log | metrics.jsonl has every line once, in order, and counts the skipped steps; the means of the first line after a resume are of the steps since then |
 | eval | `--eval-only` of a checkpoint gives the line that the run has logged |
 | end | exit code 0, nothing unexpected on stderr, no file is left |
 | state | last.pt and best.pt are what the log says |
@@ -45,11 +45,11 @@ import equivalence
 import fuzzed
 import harness
 import torch
-from faults import differences
+from faults import differences, position, without_means_at
 from patches import after_step, call_in_task, without_speed
 
+import machinery.check
 import machinery.cli
-import machinery.usertask
 
 SIDE_BY_SIDE = 2
 MODES = [("single", 1), ("dp", 2), ("dp", 3)]
@@ -371,7 +371,7 @@ class Prepare:
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.scratch / "tmp")
         script = importlib.import_module(self.script)
         if self.check:
-            script.check_run = machinery.usertask.check_run  # which the harness leaves out
+            script.check_run = machinery.check.check_run  # which the harness leaves out
         if self.cut:
             script.train_one_epoch = functools.partial(equivalence.train_in_pieces, self.cut)
         if self.sabotage:
@@ -454,7 +454,9 @@ class Runs:
         for part in ("cwd", "tmp"):
             (scratch / part).mkdir(parents=True)
         output = output or scratch / "run"
-        argv = [*of_mode(mode, argv), "--task", str(self.task), "--output-dir", str(output)]
+        if argv[0] != "--resume":  # else the checkpoint has all other options
+            argv = [*of_mode(mode, argv), "--task", str(self.task)]
+        argv = [*argv, "--output-dir", str(output)]
         if self.verbose:
             how = "".join(f", {what} {value}" for what, value in more.items() if value)
             devices = [] if mode == "single" else [str(n)]
@@ -508,7 +510,7 @@ class Runs:
         strange = [line for line in result.err.splitlines() if not re.fullmatch(pattern, line)]
         expect(not strange, "end", f"unexpected on stderr: {' | '.join(strange[:3])}")
 
-    def expect_log(self, folder: Path, complete: bool = True) -> None:
+    def expect_log(self, folder: Path, complete: bool = True, resumed_at: int = 0) -> None:
         """Every line once, in order, with what must stand in it."""
         trial, steps = self.trial, self.trial.steps
         every = int(trial.value("--log-every", "50"))
@@ -536,10 +538,13 @@ class Runs:
                 nan, error = trial.part("metric") == "nan", line["minus_error"]
                 expect((error is None) == nan, "log", f"{where}: minus_error {error}")
                 continue
-            window = [divmod(step, steps) for step in range(before, line["global_step"])]
-            bad = [self.bad_steps.get((epoch, step + 1)) for epoch, step in window]
+            window = range(before, line["global_step"])
+            places = [divmod(number, steps) for number in window]
+            bad = [self.bad_steps.get((epoch, step + 1)) for epoch, step in places]
             number, before = len(bad) - bad.count(None), line["global_step"]
             expect(line["skipped"] == number, "log", f"{where}: skipped {line['skipped']}: {bad}")
+            if window[0] < resumed_at < before:  # the means are of the steps since then
+                bad = bad[resumed_at - window[0] :]
             nothing = "NaN" in bad or bad.count("weights") == len(bad)
             expect((line["loss"] is None) == nothing, "log", f"{where}: loss {line['loss']}")
 
@@ -590,7 +595,7 @@ class Runs:
             cut = ("ddp" if trial.mode in RANKS else trial.mode, trial.n)
         reference = self.run("one-device", "single", 1, trial.argv(**changes), cut=cut)
         self.expect_end(reference)
-        self.expect_same(undisturbed.folder, reference.folder, ONE_DEVICE, "mode", logs=False)
+        self.expect_same(undisturbed.folder, reference.folder, ONE_DEVICE, "mode")
 
     def interrupt_and_resume(self, undisturbed: harness.Result) -> harness.Result:
         trial = self.trial
@@ -609,26 +614,29 @@ class Runs:
             text = f"exit code {cut.code} after SIGKILL: {last_lines(cut.err)}"
             expect(cut.code in (0, 1, -9), "end", text)
         self.expect_log(output, complete=cut.code == 0 and kind is None)
-        resumed = run("resumed", *trial.resume, [*trial.argv(), "--resume", "auto"])
+        resumed_at, argv = position(output / "last.pt"), ["--resume", "auto"]
+        if not resumed_at:  # it ended before its first save: this is a new run
+            argv = [*trial.argv(), *argv]
+        resumed = run("resumed", *trial.resume, argv)
         self.expect_end(resumed)
-        self.expect_log(output)
+        self.expect_log(output, resumed_at=resumed_at)
         self.expect_state(output)
-        exact = same_numbers(trial)
-        tolerance = 0 if exact else OTHER_MODE
-        self.expect_same(output, undisturbed.folder, tolerance, "resume", logs=exact)
+        tolerance = 0 if same_numbers(trial) else OTHER_MODE
+        self.expect_same(output, undisturbed.folder, tolerance, "resume", resumed_at)
         return resumed
 
     def expect_same(
-        self, ours: Path, theirs: Path, tolerance: float, invariant: str, logs: bool
+        self, ours: Path, theirs: Path, tolerance: float, invariant: str, resumed_at: int = 0
     ) -> None:
-        """Compare two output folders; `logs`: also the sums since the last line of the log."""
-        lines = [without_speed(read_log(folder)) for folder in (ours, theirs)]
+        """Compare two output folders. With `resumed_at` the first one is of a resumed run."""
+        logs = [without_speed(read_log(folder)) for folder in (ours, theirs)]
+        lines = [without_means_at(resumed_at, log) for log in logs]
         different = differences(*lines, "metrics.jsonl", tolerance)
         expect(not different, invariant, "; ".join(different[:3]))
         for name in ("last.pt", "best.pt"):
             if (theirs / name).exists() or (ours / name).exists():
                 found, wanted = (load(folder / name) for folder in (ours, theirs))
-                unlike = {"config"} if logs and name == "last.pt" else {"config", "log"}
+                unlike = {"config"} if invariant == "mode" else set()
                 pair = [{key: one[key] for key in one.keys() - unlike} for one in (found, wanted)]
                 different = differences(*pair, name, tolerance)
                 expect(not different, invariant, "; ".join(different[:3]))
@@ -638,7 +646,7 @@ class Runs:
         paths = sorted(result.folder.glob("*.pt"))
         chosen = paths[int(trial.choice * len(paths))]
         (mode, n), output = trial.evaluate, self.folder / "evaluated"
-        argv = [*trial.argv(), "--eval-only", "--resume", str(chosen)]
+        argv = ["--resume", str(chosen), "--eval-only"]
         evaluated = self.run("evaluated", mode, n, argv, output=output)
         self.expect_end(evaluated)
         lines = without_speed(read_log(output))
@@ -657,7 +665,7 @@ class Runs:
 
 def of_mode(mode: str, argv: list[str]) -> list[str]:
     """Leave out the options that another mode of the same trial has."""
-    foreign = {"--find-unused-parameters"} if mode == "fsdp" else {"--shard-size"}
+    foreign = set() if mode == "fsdp" else {"--shard-size"}
     starts = [i for i, text in enumerate(argv) if text.startswith("--")]
     parts = [argv[i:j] for i, j in zip(starts, [*starts[1:], len(argv)])]
     return [text for part in parts if part[0] not in foreign for text in part]

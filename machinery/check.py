@@ -1,0 +1,190 @@
+"""Try a run before it begins: a first batch of each set, and a batch against its halves.
+
+Whatever the trial changes in the network and in the generators is put back: it does not change the
+run. It finds what would stop the run later, and a loss that looks at its neighbours: another number
+of ranks would cut the batch elsewhere, and train another network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import common
+from common import UsageError
+from machinery.usertask import RESERVED, Task, digest
+from sampling import KeyedDataset, seed_rng
+
+SETTERS = torch.set_rng_state, random.setstate, np.random.set_state
+TOLERANCE = 0.01  # of the largest value: above the rounding of bf16
+
+
+@torch.no_grad()
+def check_run(
+    task: Task, net: nn.Module, device: torch.device, train: DataLoader, val: DataLoader
+) -> None:
+    """Raise UsageError if a first batch shows that something is wrong; `net` is on the device.
+
+    All ranks make the same number of forwards, which sharded networks need.
+    """
+    args = task.args
+    if not args.check:
+        return
+    names = net.state_dict().keys()
+    common.gather_samples.used = False  # by another run in this process
+    with unchanged(net):
+        net.eval()
+        _, (micro_batch, *_) = next(iter(train.batch_sampler))
+        values_of(task, net, device, train.dataset, micro_batch, "training")
+        n, size = val.batch_sampler.length, val.batch_sampler.batch_size
+        found = values_of(task, net, device, val.dataset, [*range(size)], "evaluation")
+        compare_halves(task, net, device, val.dataset, random.Random(0).sample(range(n), size))
+        if made := ", ".join(sorted(net.state_dict().keys() - names)):
+            advice = "no new run could load it; register it in __init__"
+            raise UsageError(f"--task {args.task}: the forward of the model makes {made}; {advice}")
+    if args.best and args.best.removesuffix(":min") not in found and not task.dataset_metrics:
+        known = ", ".join(name for name in found if not name.startswith("weight of "))
+        raise UsageError(f"--best {args.best}: no such metric; use one of {known}")
+
+
+@contextlib.contextmanager
+def unchanged(net: nn.Module) -> Iterator[None]:
+    """Put back what changes within this context in the network and the CPU's generators."""
+    tensors = [(tensor, tensor.clone()) for tensor in (*net.parameters(), *net.buffers())]
+    attributes = [(module, dict(vars(module))) for module in net.modules()]
+    held = [value for _, values in attributes for value in values.values()]
+    contents = [(value, copy.copy(value)) for value in held if isinstance(value, (dict, list, set))]
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for put_back, state in zip(SETTERS, generators):
+            put_back(state)
+        common.reshard(net)
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)
+        for value, before in contents:  # the same objects: a hook's handle knows its dict
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        for tensor, before in tensors:
+            if tensor.shape != before.shape:  # an observer of quantization begins with none
+                tensor.resize_(before.shape)
+            tensor.copy_(before)
+
+
+def values_of(
+    task: Task,
+    net: nn.Module,
+    device: torch.device,
+    keyed: KeyedDataset,
+    indices: list[int],
+    kind: str,
+    draw: int = 0,
+) -> dict[str, Tensor]:
+    """Return loss, weights and metrics of these samples, fetched as a run does: float64 [n] each.
+
+    Of the training set without metrics: train_metrics expects outputs of the training mode.
+    """
+    args, n = task.args, len(indices)
+    samples = f"for samples {str(indices[:3])[1:-1]}{', ...' * (n > 3)} of the {kind} set"
+    where = f"--task {task.path}, {samples}"
+    with task.calls(f"__getitem__ or collate, {samples}"):
+        if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
+            wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
+            raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
+        batch = keyed.__getitems__((0, indices))
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            found = f"{type(batch).__name__} of {len(batch)}"
+            raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
+        inputs, targets = common.to_device(batch, device)
+    seed_rng(args.seed, -3, draw)
+    with common.autocast(device, args.amp):
+        with task.calls(f"the forward of the model, {samples}"):
+            outputs = net(inputs)
+        with task.calls(f"per_sample_loss or loss_weights, {samples}"):
+            losses = task.per_sample_loss(outputs, targets)
+            found = {"loss": task.weigh(losses, targets)}
+            common.Meter(device).add(**found)  # raises if it is not one number per sample
+            if len(losses) != n:
+                raise UsageError(f"{where}: per_sample_loss returned {len(losses)} numbers for {n}")
+        if kind == "evaluation":
+            with task.calls(f"per_sample_metrics, {samples}"):
+                metrics = task.per_sample_metrics(outputs, targets)
+                if not metrics or RESERVED & metrics.keys():
+                    wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
+                    got = ", ".join(metrics) if metrics else metrics
+                    raise UsageError(f"{where}: per_sample_metrics must return {wanted}; got {got}")
+                found |= metrics
+                common.Meter(device).add(**found)
+    if args.parallel_mode == "dp":
+        check_dp((inputs, targets), where, n)
+    for name in [name for name, value in found.items() if isinstance(value, tuple)]:
+        found[name], found[f"weight of {name}"] = found[name]
+    return {n: value.double().cpu() for n, value in found.items() if isinstance(value, Tensor)}
+
+
+def check_dp(batch: Any, where: str, n: int) -> None:
+    """Raise UsageError if dp cannot cut the batch: if it holds more than tensors [n, ...]."""
+    if common.gather_samples.used:
+        raise UsageError(f"{where}: dp cannot gather_samples; use ddp or spawn")
+
+    def check(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf) or leaf.shape[:1] != (n,):
+            problem = "dp can only cut a batch of tensors [n, ...]"
+            raise UsageError(f"{where}: {problem}; use ddp or spawn, or pad in collate")
+        return leaf
+
+    common.tree_map(check, batch, lambda leaf: not isinstance(leaf, (tuple, list, dict)))
+
+
+def compare_halves(
+    task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
+) -> None:
+    """Raise UsageError if a loss, weight or metric changes when its batch is cut in half.
+
+    The samples are mixed, as a set may be sorted. A model that draws cannot be compared, nor can a
+    loss that asks for the samples of all ranks.
+    """
+
+    def values(part: list[int], draw: int = 0) -> dict[str, Tensor]:
+        return values_of(task, net, device, keyed, part, "evaluation", draw)
+
+    half = len(indices) // 2
+    whole, other_draw = values(indices), values(indices, draw=1)
+    halves = [values(part) for part in (indices[:half], indices[half:]) if part]
+    if not half or common.gather_samples.used or not whole["loss"].equal(other_draw["loss"]):
+        return
+    rough = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
+    for part in halves:
+        if only := ", ".join(sorted(part.keys() ^ whole.keys())):
+            problem = "the metrics must have the same names for every batch"
+            raise UsageError(f"--task {task.path}: {problem}; only some batches have {only}")
+    for name, values in whole.items():
+        if not values.equal(other_draw[name]) or (rough and "loss" not in name):
+            continue
+        apart = torch.cat([part[name] for part in halves])
+        allowed = 1e-6 + TOLERANCE * values.nan_to_num().abs().max().item()
+        close = torch.isclose(values, apart, rtol=0, atol=allowed, equal_nan=True)
+        if not close.all():
+            i = int(close.int().argmin())
+            problem = f"{name} of sample {indices[i]} is {values[i]:.6g} in a batch"
+            advice = (
+                "keep padding out of the model and the loss; draw and mix in __getitem__, not in "
+                "collate; for a mean over tokens return sums, undivided, and define loss_weights; "
+                "a loss that compares samples needs gather_samples"
+                if "loss" in name
+                else "use dataset_metrics for the whole set"
+            )
+            raise UsageError(
+                f"--task {task.path}: {problem}, and {apart[i]:.6g} in half of it: other samples "
+                f"must not change it; {advice}; or --no-check"
+            )
