@@ -28,7 +28,7 @@ import train_ddp
 
 def test_metric_of_some_batches_alone_is_refused_before_the_run():
     """Half of a batch of two has one sample, for which this task returns a metric less."""
-    message = "per_sample_metrics: only some batches have the metric extra; return the same"
+    message = "the metrics must have the same names for every batch; only some batches have extra"
     with pytest.raises(common.UsageError, match=message):
         check("single", 1, *ODD, "--model", "last_lacks", "--eval-batch-size", "2")
 
