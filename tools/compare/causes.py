@@ -75,7 +75,8 @@ def own(run, limits):
     one, two = (order[e] for e in sorted(order)[:2]) if len(order) > 1 else ([], [])
     if two and one != sorted(one) and one[: len(two)] == two[: len(one)]:
         text = f"{x}: the second epoch has the order of the first one"
-        yield Cause("order of the second epoch", None, text, "sampler.set_epoch(epoch) is missing")
+        why = "sampler.set_epoch(epoch) is missing"
+        yield Cause("order of the second epoch", None, text, why, {"order": True})
     sampler = run.sampler()
     if sampler and sampler["extra"] > 0:
         text = f"{x}: the sampler fills each epoch of {sampler['size']} samples with {sampler['extra']} that come twice"
@@ -90,12 +91,11 @@ def _ranks(run, limits, x, first):
             yield Cause("processes without steps", 0, text)
         return
     if run.same_samples(0):
-        count = len(run.samples(0)[0])
-        yield Cause(
-            "the same samples on each rank", 0,
-            f"{x}: all {run.world} processes take the same {count} samples",
-            "no DistributedSampler: N processes do the work of one",
-        )  # fmt: skip
+        why = "no DistributedSampler: N processes do the work of one"
+        if (run.sampler() or {"sampler": ""})["sampler"] == "DistributedSampler":
+            why = "DistributedSampler has the same rank, or one replica, in all of them"
+        text = f"{x}: all {run.world} processes take the same {len(run.samples(0)[0])} samples"
+        yield Cause("the same samples on each rank", 0, text, why)
     allowed = max(limits.floor, 1e-5)
     apart = run.spread(0, "weights")
     if apart > allowed:
@@ -244,6 +244,8 @@ def samples(a, b, k):
             why = f"{n} times {more}: the batch size counts for each process in one, for all in the other"
         elif k:
             why = "the last batch of an epoch: one drops it, fills it, or cuts it differently"
+            if extra := (b.sampler() or {"extra": 0})["extra"]:
+                why = f"the last batch of an epoch, which B's sampler fills with {extra} that come twice"
         yield Cause("batch size", k, text, why)
         return
     if b.same_samples(k):
@@ -253,10 +255,15 @@ def samples(a, b, k):
         why = "processes share samples, or the sampler fills its last batch"
         yield Cause("duplicates", k, f"{text}; {len(y) - len(q)} of B's come twice", why)
         return
-    kinds = [(run.sampler() or {"sampler": "the program itself"})["sampler"] for run in (a, b)]
+    loaders = [
+        run.sampler() or {"sampler": "the program itself", "shuffle": None} for run in (a, b)
+    ]
+    kinds = [loader["sampler"] for loader in loaders]
     why = f"drawn by {kinds[0]} in A, by {kinds[1]} in B"
     if kinds[0] == kinds[1]:
         why = f"{kinds[0]} draws another order: another seed, epoch or generator"
+        if loaders[0]["shuffle"] != loaders[1]["shuffle"]:
+            why = f"shuffle is {loaders[0]['shuffle']} in A, {loaders[1]['shuffle']} in B"
     yield Cause(
         "order of samples",
         k,
@@ -332,7 +339,7 @@ def gradients(a, b, k, limits):
         yield Cause("clipping", k, text, f"A {limit[0]}, B {limit[1]}")
         return
     c, left = multiple(x, y)
-    near = max(30 * limits.at(k), 1e-6)
+    near = min(max(30 * limits.at(k), 1e-6), 1e-3)
     if left < near:
         yield Cause(
             "factor of the gradient",
@@ -442,13 +449,12 @@ def evaluation(a, b):
             if more and not less
             else "the sets differ"
         )
-        yield Cause(
-            "padded evaluation" if more and not less else "evaluation", None, text, why, note=True
-        )
+        what = "padded evaluation" if more and not less else "evaluation"
+        yield Cause(what, None, text, why)
 
 
 def _numbers(values):
-    return " ".join(f"{v:.3g}" for v in values)
+    return " ".join(f"{round(float(v), 6) + 0.0:.3g}" for v in values)
 
 
 def _short(text):

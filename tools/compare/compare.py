@@ -68,7 +68,7 @@ def _peel(folder, commands, even, steps, timeout, say):
                 weights = {"weights": made["folder"]} if "weights" in even else {}
                 b = launch("B", command, where, even | weights, steps, timeout)
         limits, new = Limits(a), {}
-        gross = [c for c in causes.parting(a, b, limits) if c.even]
+        gross = [c for c in causes.parting(a, b, limits) if c.even and c.step == 0]
         if not gross:
             if again is None:
                 say(f"round {turn + 1}: A again, with another last bit")
@@ -96,6 +96,8 @@ def _peel(folder, commands, even, steps, timeout, say):
         new |= {c.what: c for c in causes.evaluation(a, b)}
         if turn == 0:
             first = [describe(run, command) for run, command in zip((a, b), commands)]
+        if "order of the second epoch" in new:
+            new.pop("order of samples", None)
         for what, cause in new.items():
             (notes if cause.note else found).setdefault(what, cause)
         remedies = {k: v for c in new.values() for k, v in c.even.items() if k not in even}
@@ -131,43 +133,43 @@ def launch(letter, command, folder, even, steps, timeout, shake=False):
     folder.mkdir()
     plan = {"steps": steps, "shake": shake, "even": even}
     (folder / "plan.json").write_text(json.dumps(plan))
-    paths = [str(OBSERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = dict(os.environ, COMPARE_DIR=str(folder), PYTHONPATH=os.pathsep.join(paths))
-    environment["TORCHDYNAMO_DISABLE"] = "1"  # a compiled network cannot be watched
-    log = folder / "log"
-    try:
-        with log.open("wb") as out:
-            process = subprocess.Popen(shlex.split(command.replace("{dir}", str(folder))), env=environment, stdin=subprocess.DEVNULL,
-                                       stdout=out, stderr=out, start_new_session=True)  # fmt: skip
-    except (OSError, ValueError, IndexError) as error:
-        raise CannotRun(f"{letter} does not start: {error}") from None
-    try:
-        code = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        end_all(folder)
-        process.wait()
+    code = start(command, folder, timeout)
     ended = not any(folder.glob("*.done"))
     run = read(letter, folder, ended)
     if run.steps and (not ended or code == 0):
         return run
-    how = (
-        f"did not end within {timeout:g} seconds"
-        if code is None
-        else f"ended with exit code {code}"
-    )
-    why = f"{letter} {how}, after {run.made} steps"
-    if code == 0 and not run.made:
+    why = f"{letter} ended with exit code {code}, after {run.made} steps"
+    if code is None:
+        why = f"{letter} did not end within {timeout:g} seconds, after {run.made} steps"
+    elif code == 0 and not run.made:
         why = f"{letter} made no step of a torch.optim optimizer that could be seen"
         if not any(folder.glob("*.pkl")):
             why += "; does it start Python with -I or -E, or without PYTHONPATH?"
     elif run.nan == 0:
         why = f"{letter}: the gradients of the first step are NaN or infinite"
-    with log.open("rb") as out:
-        out.seek(max(0, log.stat().st_size - 4000))
-        lines = out.read().decode(errors="replace").strip().splitlines()[-8:]
-    raise CannotRun("\n".join([why + ". Its last lines:", *(f"  {line[:200]}" for line in lines)]))
+    lines = (folder / "log").read_text(errors="replace").strip().splitlines()[-8:]
+    raise CannotRun("\n".join([f"{why}. Its last lines:", *(f"  {line[:200]}" for line in lines)]))
+
+
+def start(command, folder, timeout):
+    """Run a command; return its exit code, or None if it took too long. Nothing is left of it."""
+    paths = [str(OBSERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = dict(os.environ, COMPARE_DIR=str(folder), PYTHONPATH=os.pathsep.join(paths))
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # a compiled network cannot be watched
+    words = shlex.split(command.replace("{dir}", str(folder)))
+    with (folder / "log").open("wb") as log:
+        try:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            process = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
+        except (OSError, IndexError) as error:
+            raise CannotRun(f"{command!r} does not start: {error}") from None
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_all(folder)
+        process.wait()
 
 
 def end_all(folder):

@@ -165,7 +165,8 @@ class Watcher:
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         vars(iterator)["_watched"] = (size, epoch)
         extra = (getattr(sampler, "total_size", None) or size or 0) - (size or 0)
-        self.write("epoch", size=size, epoch=epoch, sampler=type(sampler).__name__, extra=extra)
+        facts = {"sampler": type(sampler).__name__, "extra": extra, "size": size}
+        self.write("epoch", epoch=epoch, shuffle=getattr(sampler, "shuffle", None), **facts)
         return iterator
 
     def next_index(self, iterator):
@@ -241,7 +242,7 @@ class Watcher:
         self.held.update(id(p) for _, p in groups)
         strange = [p for _, p in groups if id(p) not in self.names]
         group_of = {self.names[id(p)]: i for i, p in groups if id(p) in self.names}
-        mine = {n: self.parameters[n] for n in group_of}
+        mine = {n: p for n, p in self.parameters.items() if n in group_of or id(p) not in self.held}
         even.even_gradients([p for _, p in groups], self.even.get("gradient"))
         if self.calls:  # gradients that no backward made
             self.pieces.append({"loss": math.nan, "calls": self.calls, "gradients": {}})
@@ -249,14 +250,15 @@ class Watcher:
         scale = float(getattr(optimizer, "grad_scale", None) or 1)
         gradients = {n: sketch(p.grad) / scale for n, p in mine.items() if p.grad is not None}
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        settings = even.settings(optimizer)
+        self.settings = even.settings(optimizer)
+        even.even_settings(optimizer, self.even.get("settings"), self.count)
         self.record = {
             "rank": rank,
             "world": world,
             "connected": connected(),
             "optimizer": type(optimizer).__name__,
             "optimizers": len(self.optimizers),
-            "groups": settings,
+            "groups": even.settings(optimizer),
             "group_of": group_of,
             "strange": len(strange),
             "forgotten": [n for n, p in trainable.items() if id(p) not in self.held],
@@ -274,8 +276,7 @@ class Watcher:
             "second_epoch": self.second_epoch is not None,
             "evaluated": self.evaluated,
         }
-        even.even_settings(optimizer, self.even.get("settings"), self.count)
-        self.settings, self.optimizer, self.mine = settings, optimizer, mine
+        self.optimizer, self.mine = optimizer, mine
 
     def after_step(self, optimizer, args, kwargs):
         if in_worker() or self.record is None or optimizer is not self.optimizer:
@@ -296,7 +297,9 @@ class Watcher:
             path = f"{FOLDER}/stop"
             seconds = time.monotonic() - self.start
             begun = self.count - (self.count if self.second_epoch is None else self.second_epoch)
-            enough = (self.count >= 10 and begun >= 3) or (self.count >= 3 and seconds > MOST_SECONDS)
+            enough = (self.count >= 10 and begun >= 3) or (
+                self.count >= 3 and seconds > MOST_SECONDS
+            )
             if os.path.exists(path):
                 with open(path) as file:
                     self.stop = int(file.read() or 0)
