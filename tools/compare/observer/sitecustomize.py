@@ -62,7 +62,7 @@ class Watcher:
         if not parameters or any(map(torch.nn.parameter.is_lazy, parameters)):
             return original["call"](module, *args, **kwargs)
         wrapper = WRAPPERS.intersection(c.__name__ for c in type(module).__mro__)
-        training = module.training and torch.is_grad_enabled()
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
         if wrapper or training:
             self.wrapped.update(dict.fromkeys(wrapper, True))
             self.learn_names(module)
@@ -89,6 +89,7 @@ class Watcher:
             outputs = [None] * len(samples) if rows is None else signatures(rows)
             network = next(i for i, n in enumerate(self.networks) if n is module)
             found = {"samples": samples, "outputs": outputs, "dtype": cast, "network": network}
+            found["training"] = module.training
             self.calls.append(found)
         elif samples:
             self.evaluated += samples
@@ -205,6 +206,10 @@ class Watcher:
             self.thrown += sum(len(c["samples"]) for c in calls)
             self.pieces.clear()  # zero_grad threw away what came before
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if any(c["training"] for c in self.calls):  # the others were an evaluation
+            evaluated = [c for c in self.calls if not c["training"]]
+            self.evaluated += [s for c in evaluated for s in c["samples"]]
+            self.calls = [c for c in self.calls if c["training"]]
         loss = float(sum(t.detach().double().sum() for t in losses))
         self.piece = {"loss": loss, "calls": self.calls, "gradients": {}}
         try:
