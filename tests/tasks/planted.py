@@ -29,6 +29,7 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--optimizer", default="sgd", choices=["sgd", "adam"])
 parser.add_argument("--plain", action="store_true", help="all_reduce in place of DDP")
 parser.add_argument("--float64", action="store_true")
+parser.add_argument("--save", metavar="FILE", help="the weights after the last step")
 args = parser.parse_args()
 
 fault = args.fault
@@ -220,5 +221,7 @@ for epoch in range(args.epochs):
         hits = sum((net(x).argmax(1) == y).sum().item() for x, y in val_loader)
     if rank == 0:
         print(f"epoch {epoch}: {hits}", flush=True)
+if args.save and rank == 0:
+    torch.save(net.state_dict(), args.save)
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ import numpy as np
 from tools.compare.records import gaps, key, multiple, norm, rename, shares
 
 WHY = {  # of the causes that have one reason alone
+    "no seed": "no seed is set; or it resumes from a file that it wrote: name that as {dir}/FILE",
     "optimizer of another network": "the network was copied, rebuilt or cut into shards after the optimizer was made",
     "parameters in no optimizer": "made after the optimizer, or left out of its groups: they stay as they are",
     "gradients thrown away": "zero_grad is called between the micro-batches of a step",
@@ -145,7 +146,7 @@ def _spread(run, allowed, who):
 def parting(a, b, limits):
     """Return the causes at the first step at which two runs differ."""
     rename(a, b)
-    known = {c.what for c in own(b, limits)} - {c.what for c in own(a, limits)}
+    known = {c.what for c in own(b, limits)} ^ {c.what for c in own(a, limits)}
     for k in range(min(a.steps, b.steps)):
         found = [*weights(a, b, k, limits), *settings(a, b, k), *samples(a, b, k)]
         if not {c.what for c in found} - {"learning rate", "weight_decay"} and not known & BLIND:

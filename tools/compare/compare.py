@@ -7,24 +7,27 @@ even in both (even.py), one cause after the other, and they run again: so causes
 found. A third run is A with another last bit in its first weights: B may be 30 times as far from A.
 """
 
+import argparse
 import contextlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tools.compare import causes, even
+import numpy as np
+
+from tools.compare import causes
 from tools.compare.records import Limits, gaps, read, rename
 
 OBSERVER = Path(__file__).resolve().parent / "observer"
+NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # of --even, see even.py
 ROUNDS = 8  # of runs with more and more made even
 
 
@@ -44,94 +47,85 @@ class Result:
 
 def compare(command_a, command_b, *, steps=0, even_names=(), float64=False, timeout=600, say=print):
     """Run both commands until nothing else differs, or nothing more can be seen; return a Result."""
-    folder = Path(tempfile.mkdtemp(prefix="compare-"))
-    given = dict.fromkeys(even_names, True) | ({"float64": True} if float64 else {})
-    try:
-        return _peel(folder, (command_a, command_b), given, steps, timeout, say)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _peel(folder, commands, even, steps, timeout, say):
-    found, notes, made, behind = {}, {}, {}, False
-    for turn in range(ROUNDS):
-        made_even = f", with {_names(even)} made even" if even else ""
-        for letter, command in zip("AB", commands):
-            if letter == "A" and made.get("plan") == (plan := _of_a(even)):
-                continue
-            say(f"round {turn + 1}: {letter}{made_even}")
-            where = folder / f"{letter}{turn}"
-            if letter == "A":
-                a, made = launch("A", command, where, plan, steps, timeout), {"plan": plan}
-                made["folder"], again = str(where), None
-            else:
-                weights = {"weights": made["folder"]} if "weights" in even else {}
-                b = launch("B", command, where, even | weights, steps, timeout)
-        limits, new = Limits(a), {}
-        gross = [c for c in causes.parting(a, b, limits) if c.even and c.step == 0]
-        if not gross:
-            if again is None:
-                say(f"round {turn + 1}: A again, with another last bit")
-                weights = {"weights": made["folder"]} if "weights" in even else {}
-                again = launch(
-                    "A", commands[0], folder / f"C{turn}", plan | weights, steps, timeout, True
-                )
-            limits = Limits(a, again)
-            if other_run(a, again):
-                text = "A, started twice, is not the same run"
-                new["no seed"] = causes.Cause(
-                    "no seed",
-                    0,
-                    text,
-                    "no seed is set; or it resumes from a file of its own: write {dir}/FILE, a directory for each run",
-                    {"seed": True},
-                )
-                limits = Limits(a)
-        a.steps, b.steps = (limits.seen(run.steps) for run in (a, b))
-        own = [{c.what: c for c in causes.own(run, limits)} for run in (a, b)]
-        new |= {w: c for w, c in own[1].items() if w not in own[0]}
-        notes |= own[0]
-        parted = causes.parting(a, b, limits)
-        new |= {c.what: c for c in parted if c.what not in new}
-        new |= {c.what: c for c in causes.evaluation(a, b)}
-        if turn == 0:
-            first = [describe(run, command) for run, command in zip((a, b), commands)]
-        if "order of the second epoch" in new:
-            new.pop("order of samples", None)
-        for what, cause in new.items():
-            (notes if cause.note else found).setdefault(what, cause)
-        remedies = {k: v for c in new.values() for k, v in c.even.items() if k not in even}
-        behind = bool(parted) or bool(
-            {c.step is not None for c in new.values() if not c.note} - {False}
-        )
-        if not remedies:
-            break
-        even = even | remedies
+    even = dict.fromkeys(even_names, True) | ({"float64": True} if float64 else {})
+    found, notes, first = {}, {}, []
+    with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
+        runs = Runs(Path(folder), {"A": command_a, "B": command_b}, steps, timeout, say)
+        for _ in range(ROUNDS):
+            a, b = runs.get("A", even), runs.get("B", even)
+            first = first or [describe(a, command_a), describe(b, command_b)]
+            new, limits = {}, Limits(a)
+            # What lies far apart in the first step needs no measured limit to be seen.
+            if not any(c.even and c.step == 0 for c in causes.parting(a, b, limits)):
+                again = runs.get("A", even, shake=True)
+                if started_alike(a, again):
+                    limits = Limits(a, again)
+                else:
+                    text = "A, started twice, is not the same run"
+                    new["no seed"] = causes.Cause("no seed", 0, text, even={"seed": True})
+                a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
+            own = [{c.what: c for c in causes.own(run, limits)} for run in (a, b)]
+            notes |= {what: own[0][what] for what in own[0] if what in own[1]}
+            parted = causes.parting(a, b, limits)
+            for cause in (*own[0].values(), *own[1].values(), *parted, *causes.evaluation(a, b)):
+                if cause.what not in notes:
+                    new.setdefault(cause.what, cause)
+            if "order of the second epoch" in new:
+                new.pop("order of samples", None)
+            for what, cause in new.items():
+                (notes if cause.note else found).setdefault(what, cause)
+            remedies = {k: v for c in new.values() for k, v in c.even.items() if k not in even}
+            if not remedies:
+                break
+            even |= remedies
+    behind = bool(parted) or any(c.step is not None and not c.note for c in new.values())
     return report(a, b, even, list(found.values()), list(notes.values()), behind, limits, first)
 
 
-def _of_a(even):
-    """Return what is made even in A, whose weights and settings B gets."""
-    return {k: v for k, v in even.items() if k not in ("weights", "settings", "gradient")}
+@dataclass
+class Runs:
+    """Starts the commands, each in a directory of its own; A only if its plan has changed."""
+
+    folder: Path
+    commands: dict
+    steps: int
+    timeout: float
+    say: Callable
+    made: dict = field(default_factory=dict)
+
+    def get(self, letter, even, shake=False):
+        plan = dict(even)
+        if letter == "A":  # whose weights and settings B gets
+            plan = {k: v for k, v in even.items() if k not in ("weights", "settings", "gradient")}
+            self.mine = plan if not shake else self.mine
+        name = json.dumps([letter, shake, plan])
+        if name in self.made:
+            return self.made[name][0]
+        if "weights" in even and (letter == "B" or shake):
+            plan["weights"] = str(self.made[json.dumps(["A", False, self.mine])][1])
+        folder = self.folder / str(len(self.made))
+        words = f", with {', '.join(even)} made even" if even else ""
+        self.say(f"{letter}{' again, with another last bit' * shake}{words}")
+        plan = {"steps": self.steps, "shake": shake, "even": plan}
+        run = launch(letter, self.commands[letter], folder, plan, self.timeout)
+        self.made[name] = run, folder
+        return run
 
 
-def other_run(a, again):
-    """Say whether A began differently when it was started again."""
-    if not min(a.steps, again.steps):
-        return False
+def started_alike(a, again):
+    """Say whether A began as it did before."""
     rename(a, again)
     samples = [[s[:1] + s[2:3] for rank in run.samples(0) for s in rank] for run in (a, again)]
     far = max(gaps(a.whole(0, "weights"), again.whole(0, "weights")).values(), default=0.0)
-    return samples[0] != samples[1] or far > 1e-5
+    return samples[0] == samples[1] and far < 1e-5
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
-def launch(letter, command, folder, even, steps, timeout, shake=False):
+def launch(letter, command, folder, plan, timeout):
     """Run a command under the observer; return what its processes saw."""
     folder.mkdir()
-    plan = {"steps": steps, "shake": shake, "even": even}
     (folder / "plan.json").write_text(json.dumps(plan))
     code = start(command, folder, timeout)
     ended = not any(folder.glob("*.done"))
@@ -185,127 +179,90 @@ def end_all(folder):
 
 
 def describe(run, command):
+    first, network = run.at(0)[0], run.network
     per = " + ".join(str(len(rank)) for rank in run.samples(0))
-    optimizer = run.at(0)[0]["optimizer"]
-    processes = f"{run.world} process{'es' * (run.world > 1)}"
-    network = f"{run.network['name']} of {run.network['numbers']:,} parameters"
-    return f"{run.letter}  {command[:120]}\n   {processes}, {per} samples a step, {network}, {optimizer}"
+    text = f"{network['name']} of {network['numbers']:,} parameters, {first['optimizer']}"
+    plural = "es" * (run.world > 1)
+    return f"{run.letter}  {command[:120]}\n   {run.world} process{plural}, {per} samples, {text}"
 
 
 def report(a, b, even, found, notes, behind, limits, first):
-    steps = min(a.steps, b.steps)
-    same = not found
     verdict = "THE SAME TRAINING RUN"
     if found:
         verdict = f"NOT {verdict}: {len(found)} cause{'s' * (len(found) > 1)}"
-    lines = [verdict]
+    lines, steps, names = [verdict], min(a.steps, b.steps), ", ".join(even)
     for i, c in enumerate(found[:6], 1):
-        lines.append(
-            f"{i}. {c.what}"
-            + (f", at step {c.step + 1}" if c.step is not None else "")
-            + f": {c.text}"
-        )
+        where = "" if c.step is None else f", at step {c.step + 1}"
+        lines.append(f"{i}. {c.what}{where}: {c.text}")
         lines += [f"   why: {c.why}"] if c.why else []
     lines += [f"   and {len(found) - 6} more"] if len(found) > 6 else []
-    lines += [f"note: {c.text}" + (f" ({c.why})" if c.why else "") for c in notes[:3]]
-    far = [
-        max(gaps(a.whole(k, "weights"), b.whole(k, "weights")).values(), default=0.0)
-        for k in range(steps)
-    ]
-    noise = [limits.at(k, "weights") / 30 if limits.measured else None for k in range(steps)]
+    lines += [f"note: {c.text}" + f" ({c.why})" * bool(c.why) for c in notes[:3]]
+    both = [(a.whole(k, "weights"), b.whole(k, "weights")) for k in range(steps)]
+    far = [max(gaps(x, y).values(), default=0.0) for x, y in both]
+    noise = [limits.at(k, "weights") / 30 if limits.measured else 0.0 for k in range(steps)]
     if behind:
         lines.append(f"What lies behind cause {len(found)} cannot be seen before that is mended.")
+        lines += [f"Made even: {names}."] if even else []
     elif steps:
         apart = (
-            f"With {_names(even)} made even nothing else differs"
-            if even and found
-            else "Nothing differs"
+            f"With {names} made even nothing else" if even else "Nothing" + " else" * bool(found)
         )
-        lines.append(
-            f"{apart} in {steps} steps; the weights agree to {far[-1]:.0e}, roundings alone make {noise[-1] or 0:.0e}."
-        )
-        if even and not found:
-            lines.append(f"Made even from the start: {_names(even)}.")
-    unseen = []
-    if not (any(a.evaluated()) and any(b.evaluated())):
-        unseen.append("an evaluation")
-    if not (steps and a.at(steps - 1)[0]["second_epoch"]):
-        unseen.append("a second epoch")
+        agree = f"the weights agree to {far[-1]:.0e}, roundings alone make {noise[-1]:.0e}"
+        lines.append(f"{apart} differs in {steps} steps; {agree}.")
+    unseen = [] if any(a.evaluated()) and any(b.evaluated()) else ["an evaluation"]
+    unseen += [] if steps and a.at(steps - 1)[0]["second_epoch"] else ["a second epoch"]
+    unseen += ["what compiled code does"] if a.compiled or b.compiled else []
     lines += [f"Not seen in {steps} steps: {', '.join(unseen)}."] if unseen else []
-    return Result(same, found, notes, lines + first, far, noise)
-
-
-def _names(even):
-    return ", ".join(sorted(even))
+    return Result(not found, found, notes, lines + first, far, noise)
 
 
 def draw(result, path):
-    """Save a picture of the deviation of the weights, step by step, as SVG."""
-    import math
-
-    points = [(k, d) for k, d in enumerate(result.deviations) if d] or [(0, 1e-17)]
-    low, high = (math.floor(math.log10(f(d for _, d in points))) for f in (min, max))
-    high += 1
-    width = max(1, len(result.deviations) - 1)
-
-    def line(values, colour):
-        at = [f"{50 + 530 * k / width:.1f},{20 + 250 * (high - math.log10(d)) / (high - low):.1f}"
-              for k, d in enumerate(values) if d]  # fmt: skip
-        return f'<polyline points="{" ".join(at)}" fill="none" stroke="{colour}" stroke-width="2"/>'
-
-    marks = [
-        f'<text x="5" y="{24 + 250 * (high - e) / (high - low):.0f}">1e{e}</text>'
-        for e in range(low, high + 1)
-    ]
-    noise = [min(max(n or 0, 10.0**low), 10.0**high) for n in result.noise]
-    Path(path).write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="310" font-family="sans-serif" font-size="12">'
-        + "".join(marks) + line(noise, "#aaa") + line(result.deviations, "#06c")
-        + f'<text x="50" y="300">steps 1 to {width + 1}: blue B from A, relative to the weights; grey roundings alone</text></svg>'
-    )  # fmt: skip
+    """Save how far the weights of B are from those of A, step by step, as SVG."""
+    values = [d for d in (*result.deviations, *result.noise) if 0 < d < np.inf] or [1e-16]
+    low, high = np.floor(np.log10(min(values))), np.floor(np.log10(max(values))) + 1
+    shapes = []
+    for e in range(int(low), int(high) + 1):
+        shapes.append(f'<text x="5" y="{24 + 250 * (high - e) / (high - low):.0f}">1e{e}</text>')
+    for line, colour in ((result.noise, "#999"), (result.deviations, "#06c")):
+        points = [(k, np.log10(d)) for k, d in enumerate(line) if 0 < d < np.inf]
+        width = 520 / max(1, len(line) - 1)
+        at = [f"{60 + width * k:.0f},{20 + 250 * (high - e) / (high - low):.0f}" for k, e in points]
+        shapes.append(f'<polyline points="{" ".join(at)}" fill="none" stroke="{colour}"/>')
+    words = f"steps 1 to {len(result.deviations)}; blue: B from A, grey: roundings alone"
+    size = 'width="600" height="310" font-family="sans-serif" font-size="12"'
+    body = "".join(shapes) + f'<text x="60" y="300">{words}</text>'
+    Path(path).write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{body}</svg>\n')
 
 
 def main(argv=None):
-    parser = ArgumentParser(
-        "compare", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
-    parser.add_argument("a", help="a command, in quotes")
-    parser.add_argument("b", help="the command that should be the same training run")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        help="steps of each run; default: into the second epoch, at most 60",
-    )
-    parser.add_argument(
-        "--even", default="", help=f"make these even from the start: {','.join(even.NAMES)}"
-    )
-    parser.add_argument("--float64", action="store_true", help="both run with this default dtype")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that a run may take")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw the deviation by step, as SVG")
+    about = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser("run.sh compare", **about)
+    option = parser.add_argument
+    option("a", help="a command, in quotes; {dir} in it is a new directory for each run")
+    option("b", help="the command that should be the same training run")
+    option("--steps", type=int, default=0, help="of each run; default: into the second epoch")
+    option("--even", default="", help=f"made even from the start: {','.join(NAMES)}")
+    option("--float64", action="store_true", help="set this default dtype in both")
+    option("--timeout", type=float, default=600, help="seconds that a run may take")
+    option("--json", metavar="FILE", help="write the result as JSON")
+    option("--plot", metavar="FILE", help="draw how far B is from A, step by step, as SVG")
     args = parser.parse_args(argv)
     names = [n for n in args.even.split(",") if n]
-    if wrong := [n for n in names if n not in even.NAMES]:
-        parser.error(f"--even {wrong[0]}: use {', '.join(even.NAMES)}")
-    start, terminal = time.monotonic(), sys.stderr.isatty()
+    if wrong := [n for n in names if n not in NAMES]:
+        parser.error(f"--even {wrong[0]}: use {', '.join(NAMES)}")
+    start = time.monotonic()
 
     def say(text):
         print(f"{time.monotonic() - start:4.0f} s  {text}", file=sys.stderr, flush=True)
 
+    options = {"steps": args.steps, "float64": args.float64, "timeout": args.timeout}
     try:
-        result = compare(args.a, args.b, steps=args.steps, even_names=names, float64=args.float64,
-                         timeout=args.timeout, say=say)  # fmt: skip
+        result = compare(args.a, args.b, even_names=names, say=say, **options)
     except CannotRun as error:
         print(f"CANNOT SAY: {error}")
         return 2
-    colour = "\033[1;32m" if result.same else "\033[1;31m"
-    verdict, *lines = result.lines
-    print(
-        f"{colour}{verdict}\033[0m" if terminal and sys.stdout.isatty() else verdict,
-        *lines,
-        sep="\n",
-    )
+    colour = f"\033[1;{32 if result.same else 31}m" if sys.stdout.isatty() else ""
+    print(colour + result.lines[0] + "\033[0m" * bool(colour), *result.lines[1:], sep="\n")
     if args.json:
         Path(args.json).write_text(json.dumps(asdict(result), indent=1, default=str))
     if args.plot:

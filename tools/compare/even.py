@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # of --even
 NOISES = ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "DropPath", "StochasticDepth")
 DROPS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -132,8 +131,15 @@ def shake(network, place):
 
 def settings(optimizer):
     """Return the numbers of each group: learning rate, weight decay, momentum."""
-    skipped = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-    skipped |= {"param_names", "maximize_", "decoupled_weight_decay_"}
+    skipped = {
+        "params",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "initial_lr",
+        "param_names",
+    }
     groups = [{k: v for k, v in g.items() if k not in skipped} for g in optimizer.param_groups]
     for group in groups:
         for key, value in group.items():

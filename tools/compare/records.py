@@ -21,6 +21,7 @@ class Run:
 
     def __post_init__(self):
         self.world = len(self.ranks)
+        self.compiled = bool(self.ranks) and "compile" in self.ranks[0][-1]["wrapped"]
         self.made = self.steps = min((len(r) for r in self.ranks), default=0)
         finite = (np.isfinite(norm(self.whole(k, "gradients"))) for k in range(self.steps))
         self.nan = next((k for k, good in enumerate(finite) if not good), None)

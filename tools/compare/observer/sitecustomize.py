@@ -486,6 +486,7 @@ def install():
     for name in ("DistributedDataParallel", "DataParallel"):
         made = lambda *_, name=name: watch.wrapped.setdefault(name, False)  # noqa: E731
         follow(getattr(torch.nn.parallel, name), "__init__", made)
+    follow(torch, "compile", lambda *_: watch.wrapped.update(compile=True))
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         follow(owner, "all_reduce", lambda *_: watch.events.append("all_reduce"))
     even.install(watch.even)
