@@ -103,7 +103,8 @@ def read(letter, folder, ended=False):
             if rank not in ranks or len(ranks[rank]["step"]) < len(seen["step"]):
                 ranks[rank] = seen
     kept = [ranks[r] for r in sorted(ranks)]
-    network = max(reversed(networks), key=lambda n: n["numbers"], default={})
+    unknown = {"name": "a network", "numbers": 0, "norms": [], "noises": [], "sync": False}
+    network = max(reversed(networks), key=lambda n: n["numbers"], default=unknown)
     last = [[s for record in r["rest"] for s in record["evaluated"]] for r in kept]
     epochs = kept[0]["epoch"] if kept else []
     return Run(letter, [r["step"] for r in kept], network, epochs, last, ended)

@@ -6,6 +6,7 @@ ends after the last step to be seen. COMPARE_DIR/plan.json says how many steps, 
 even (even.py). The observer draws no random numbers and calls no collectives: it changes no bit.
 """
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -36,6 +37,7 @@ class Watcher:
         self.count, self.file, self.start = 0, None, time.monotonic()
         self.stop, self.second_epoch = self.plan["steps"], None
         self.names, self.parameters, self.networks, self.known = {}, {}, [], set()
+        self.described = set()
         self.held, self.optimizers = set(), []  # ids of all parameters that an optimizer holds
         self.wrapped, self.inside, self.piece, self.record = {}, False, None, None
         self.ids, self.drawn, self.taken = {}, deque(maxlen=64), set()
@@ -44,7 +46,10 @@ class Watcher:
     def new_step(self):
         self.calls, self.pieces, self.events, self.clips = [], [], [], []
         self.schedulers, self.evaluated, self.buffers = 0, [], {}
-        self.computed, self.thrown = [], 0  # outputs; samples whose gradients were thrown away
+        self.computed, self.thrown = (
+            deque(maxlen=8),
+            0,
+        )  # outputs; samples whose gradients were thrown away
 
     def write(self, kind, **values):
         if self.file is None:
@@ -71,6 +76,8 @@ class Watcher:
         if training:
             if all(module is not n for n in self.networks):
                 self.first_call(module)
+            if module.training and id(module) not in self.described:
+                self.describe(module)
             if not self.calls and not self.pieces:
                 named = ((n, b) for n, b in module.named_buffers() if b.is_floating_point())
                 self.buffers = {plain(n): sketch(b) for n, b in named}
@@ -81,7 +88,8 @@ class Watcher:
             output = original["call"](module, *args, **kwargs)
         finally:
             self.inside = False
-        self.computed += [t.detach() for t in flat(output)]
+        if torch.is_grad_enabled() or module.training:
+            self.computed += [t.detach() for t in flat(output)]
         if samples and training:
             tensors = [t for t in flat(output) if t.grad_fn is not None]
             rows = next((t for t in tensors if t.dim() and len(t) == len(samples)), None)
@@ -89,8 +97,7 @@ class Watcher:
             outputs = [None] * len(samples) if rows is None else signatures(rows)
             network = next(i for i, n in enumerate(self.networks) if n is module)
             found = {"samples": samples, "outputs": outputs, "dtype": cast, "network": network}
-            found["training"] = module.training
-            self.calls.append(found)
+            self.calls.append(found | {"training": module.training})
         elif samples:
             self.evaluated += samples
         return output
@@ -114,6 +121,9 @@ class Watcher:
         even.even_network(module, len(self.networks), self.even, FOLDER, place, rank_and_world()[0])
         if self.plan["shake"]:
             even.shake(module, place)
+
+    def describe(self, module):
+        self.described.add(id(module))
         modules = [(n, type(m).__name__, m) for n, m in module.named_modules()]
         norms = [n for n, kind, m in modules if "BatchNorm" in kind and m.training]
         sync = all(kind == "SyncBatchNorm" for n, kind, _ in modules if n in norms)
@@ -139,7 +149,7 @@ class Watcher:
         if all(found):
             samples = [(*k[0][:2], h, k[0][2]) for k, h in zip(found, hashes)]
             for k in found:  # equal samples take turns
-                k.rotate(-1)
+                k.append(k.pop(0))
         else:  # changed since the loader gave it: the newest batch of this size
             batch = next((b for b in reversed(self.drawn) if len(b) == len(hashes)), None)
             batch = batch or [(None, 0, None)] * len(hashes)
@@ -191,8 +201,10 @@ class Watcher:
         ids = [((size, i), epoch, target) for i, target in zip(indices, targets)]
         self.drawn.append(ids)
         for key, sample in zip(hash_rows([inputs], tensors), ids):
-            others = (s for s in self.ids.get(key, ()) if s[0] != sample[0])
-            self.ids[key] = deque([*others, sample])
+            known = self.ids.setdefault(key, [])
+            if known:
+                known[:] = [s for s in known if s[0] != sample[0]]
+            known.append(sample)
         return batch
 
     # ---- backward and step -----------------------------------------------------------------------
@@ -352,15 +364,19 @@ def sketch(tensor):
         whole = part.new_zeros(total)
         whole[offset : offset + len(part)] = part
         return whole.cpu().numpy()
-    if "signs" not in original:
-        generator = torch.Generator().manual_seed(0)
-        original["signs"] = torch.randint(0, 2, (1 << 17,), generator=generator).double() * 2 - 1
-    signs = original["signs"]
     row, column = divmod(offset, WIDTH)
     rows = -(-(column + len(part)) // WIDTH)
-    part = torch.nn.functional.pad(part, (column, rows * WIDTH - column - len(part)))
-    chosen = signs[(torch.arange(rows) + row) % len(signs)].to(part.device)
-    return (chosen @ part.view(rows, WIDTH)).cpu().numpy()
+    if column or len(part) % WIDTH:
+        part = torch.nn.functional.pad(part, (column, rows * WIDTH - column - len(part)))
+    return (signs(row, rows, part.device) @ part.view(rows, WIDTH)).cpu().numpy()
+
+
+@functools.cache
+def signs(row, rows, device):
+    """Return 1 or -1 for each of these rows, the same for a row in every process."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, 2, (1 << 17,), generator=generator).double() * 2 - 1
+    return drawn[(torch.arange(rows) + row) % len(drawn)].to(device)
 
 
 def place(tensor):
@@ -406,10 +422,12 @@ def signatures(rows):
     rows = rows.detach().reshape(len(rows), -1)
     rows = rows[:, :: -(-rows.shape[1] // 4096)].double()
     size = rows.shape[1]
-    if ("waves", size) not in original:
-        original["waves", size] = (torch.arange(4 * size).double() * 0.7).cos().view(size, 4)
-    sums = rows @ original["waves", size].to(rows.device)
-    return [(size, *row) for row in sums.cpu().tolist()]
+    return [(size, *row) for row in (rows @ waves(size, rows.device)).cpu().tolist()]
+
+
+@functools.cache
+def waves(size, device):
+    return (torch.arange(4 * size).double() * 0.7).cos().view(size, 4).to(device)
 
 
 def plain(name):
@@ -432,7 +450,7 @@ def rank_and_world():
 
 # ---- installation --------------------------------------------------------------------------------
 
-original = {}  # what stood where the watcher stands; and signs and waves, made once
+original = {}  # what stood where the watcher stands
 
 
 def install():
