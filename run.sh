@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # bash run.sh MODE [N] [options]     MODE: single, dp, ddp, spawn or fsdp trains on N devices; plot draws runs; bench measures
 #                                    speed; test (options go to pytest), equivalence, faults and fuzz prove
+# bash run.sh compare "COMMAND A" "COMMAND B" [options]    says whether two commands are the same training run: docs/compare.md
 #
 # The whole set-up: uses the active Python if it has what requirements.txt names, else makes .venv and installs it there, once.
 # Several machines: torchrun or srun, see docs/multinode.md
@@ -15,6 +16,7 @@ mode=${1:-}
 needed=("$here/requirements.txt")
 case $mode in
   single | dp | ddp | spawn | fsdp | plot | bench) ;;
+  compare) needed=() ;; # torch and NumPy of the active Python, which is that of the commands
   test | equivalence | faults | fuzz)
     needed+=("$here/tests/requirements-gpu.txt") # a machine with a GPU may reach no registry: it is asked for little
     [[ " $* " == *" -m gpu"* ]] || needed+=("$here/tests/requirements.txt")
@@ -23,8 +25,8 @@ case $mode in
   "") usage >&2 || true; exit 2 ;;
   *)
     near=$(python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1].lower(), sys.argv[2:], 1))' "$mode" \
-      single dp ddp spawn fsdp plot bench test equivalence faults fuzz 2>/dev/null || true)
-    fail "unknown mode '$mode'${near:+ (did you mean $near?)}; use: bash run.sh single|dp|ddp|spawn|fsdp [N] [options], or bash run.sh plot|bench|test|equivalence|faults|fuzz"
+      single dp ddp spawn fsdp plot bench compare test equivalence faults fuzz 2>/dev/null || true)
+    fail "unknown mode '$mode'${near:+ (did you mean $near?)}; use: bash run.sh single|dp|ddp|spawn|fsdp [N] [options], or bash run.sh plot|bench|compare|test|equivalence|faults|fuzz"
     ;;
 esac
 shift
@@ -66,6 +68,8 @@ if ! has_requirements; then
   active=$python lacking=$missing python=$here/.venv/bin/python
   has_requirements || (flock 9 2>/dev/null || true && set_up) 9<"$here" # one call at a time
 fi
+
+[[ $mode != compare ]] || exec "$python" "$here/tools/compare" "$@" # in an environment that is left as it is
 
 # By itself glibc gives the memory of gradients and convolutions back to the system in every step on a CPU, and takes it again
 export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1073741824}
