@@ -72,6 +72,8 @@ def compare(command_a, command_b, *, steps=0, even_names=(), float64=False, time
                     new.setdefault(cause.what, cause)
             if "order of the second epoch" in new:
                 new.pop("order of samples", None)
+            if "NaN" in new and any(c.step is not None and c.what != "NaN" for c in new.values()):
+                new.pop("NaN")  # what a cause before it may have led to
             for what, cause in new.items():
                 (notes if cause.note else found).setdefault(what, cause)
             remedies = {k: v for c in new.values() for k, v in c.even.items() if k not in even}
@@ -136,13 +138,14 @@ def launch(letter, command, folder, plan, timeout):
     if code is None:
         why = f"{letter} did not end within {timeout:g} seconds, after {run.made} steps"
     elif code == 0 and not run.made:
-        why = f"{letter} made no step of a torch.optim optimizer that could be seen"
+        why = f"{letter} made no step of a torch.optim optimizer that can be seen"
         if not any(folder.glob("*.pkl")):
-            why += "; does it start Python with -I or -E, or without PYTHONPATH?"
+            why += ". Does it start Python with -I or -E, or without PYTHONPATH?"
     elif run.nan == 0:
         why = f"{letter}: the gradients of the first step are NaN or infinite"
     lines = (folder / "log").read_text(errors="replace").strip().splitlines()[-8:]
-    raise CannotRun("\n".join([f"{why}. Its last lines:", *(f"  {line[:200]}" for line in lines)]))
+    words = "Its last lines:" if lines else "It printed nothing."
+    raise CannotRun("\n".join([f"{why}. {words}", *(f"  {line[:200]}" for line in lines)]))
 
 
 def start(command, folder, timeout):

@@ -39,7 +39,8 @@ class Watcher:
         self.names, self.parameters, self.networks, self.known = {}, {}, [], set()
         self.described = set()
         self.held, self.optimizers = set(), []  # ids of all parameters that an optimizer holds
-        self.wrapped, self.inside, self.piece, self.record = {}, False, None, None
+        self.wrapped, self.inside, self.zeroed = {}, False, False
+        self.piece = self.record = None  # of the backward and the step that are being made
         self.ids, self.drawn, self.taken = {}, deque(maxlen=64), set()
         self.new_step()
 
@@ -82,7 +83,7 @@ class Watcher:
                 named = ((n, b) for n, b in module.named_buffers() if b.is_floating_point())
                 self.buffers = {plain(n): sketch(b) for n, b in named}
         looks = training or (not module.training and id(parameters[0]) in self.names)
-        samples = self.look(args, kwargs, training) if looks else None
+        samples = self.look(args, kwargs, training and module.training) if looks else None
         self.inside = True
         try:
             output = original["call"](module, *args, **kwargs)
@@ -212,11 +213,11 @@ class Watcher:
     def backward(self, tensors, *args, **kwargs):
         if self.piece is not None or in_worker():
             return original["backward"](tensors, *args, **kwargs)
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if self.pieces and not any(bool(place(g)[1].any()) for g in gradients):
+        if self.pieces and self.is_zero():  # what came before was thrown away
             calls = [c for p in self.pieces for c in p["calls"]]
             self.thrown += sum(len(c["samples"]) for c in calls)
-            self.pieces.clear()  # zero_grad threw away what came before
+            self.pieces.clear()
+        self.zeroed = False
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if any(c["training"] for c in self.calls):  # the others were an evaluation
             evaluated = [c for c in self.calls if not c["training"]]
@@ -229,6 +230,11 @@ class Watcher:
         finally:
             self.pieces.append(self.piece)
             self.piece, self.calls = None, []
+
+    def is_zero(self):
+        if any(hasattr(p, "placements") for p in self.parameters.values()):
+            return self.zeroed  # shards get no gradient before the last micro-batch
+        return not any(p.grad is not None and p.grad.any() for p in self.parameters.values())
 
     def local_gradient(self, name, gradient):  # before DDP averages it
         if self.piece is not None:
@@ -499,7 +505,12 @@ def install():
     def scheduled(args, kwargs, result):
         watch.schedulers += 1
 
+    def zeroed(args, kwargs, result):
+        watch.zeroed = True
+
     follow(torch.nn.utils, "clip_grad_norm_", clipped)
+    follow(torch.optim.Optimizer, "zero_grad", zeroed)
+    follow(module, "zero_grad", zeroed)
     follow(lr_scheduler.LRScheduler, "step", scheduled)
     for name in ("DistributedDataParallel", "DataParallel"):
         made = lambda *_, name=name: watch.wrapped.setdefault(name, False)  # noqa: E731
