@@ -379,6 +379,103 @@ def test_what_ranks_show_beside_each_other_is_named(changes, what, words):
     assert [c.what for c in found if words in c.why] == [what]
 
 
+def calls(**changes):
+    """Change the call of each step, as in calls(dtype="bfloat16")."""
+
+    def change(step, rank, k):
+        [piece] = step["pieces"]
+        call = piece["calls"][0]
+        new = {n: v(call, rank) if callable(v) else v for n, v in changes.items()}
+        return [{**piece, "calls": [{**call, **new}]}]
+
+    return change
+
+
+def each(place, change):
+    """Change one of a sample's (id, epoch, hash, target)."""
+
+    def samples(call, rank):
+        return [(*s[:place], change(s[place]), *s[place + 1 :]) for s in call["samples"]]
+
+    return samples
+
+
+def numbers(start):
+    return lambda call, rank: [(4, start + i, 0.0, 0.0, 0.0) for i in range(len(call["samples"]))]
+
+
+CALLS = [  # what each call of A's and of B's network saw
+    ({}, {"samples": each(3, lambda target: "u")}, "targets", "8 of 8 have another target"),
+    ({}, {"samples": each(2, lambda look: look + "'")}, "augmentation", "8 of 8 look different"),
+    ({}, {"samples": lambda c, r: [((32, 99 + i), 0, f"{i}'", "t") for i in range(8)]}, "order of samples", "0 of 8"),
+    ({}, {"samples": lambda c, r: c["samples"][:4] * 2}, "duplicates", "4 of B's come twice"),
+    ({}, {"samples": lambda c, r: c["samples"][:3]}, "batch size", "8 samples in A, 3 in B (3)"),
+    ({"outputs": numbers(0)}, {"outputs": numbers(1)}, "outputs", "draws numbers"),
+    ({"outputs": numbers(0)}, {"outputs": numbers(1), "dtype": "bfloat16"}, "precision", "B in bfloat16"),
+    ({}, {"training": False}, "training mode", "B trains in eval mode"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of_a, of_b, what, words", CALLS)
+def test_what_goes_in_and_comes_out_is_compared(of_a, of_b, what, words):
+    a, b = made_run("A", pieces=calls(**of_a)), made_run("B", pieces=calls(**of_b))
+    found = named(a, b)
+    assert [c.what for c in found] == [what]
+    assert words in found[0].text + found[0].why
+
+
+@pytest.mark.parametrize("kind, count", [("norms", 2), ("noises", 3)])
+def test_layers_that_make_outputs_differ_are_named(kind, count):
+    runs = [made_run(x, pieces=calls(outputs=numbers(i))) for i, x in enumerate("AB")]
+    for run in runs:
+        run.network[kind] = ["layer"] * count
+    [cause] = named(*runs)
+    assert cause.what == {"norms": "BatchNorm", "noises": "dropout"}[kind]
+    assert cause.why.startswith(f"{count} ")
+    assert cause.even == {{"norms": "batchnorm", "noises": "dropout"}[kind]: True}
+
+
+def test_a_schedule_that_runs_twice_as_fast_is_named():
+    def rates(pace):
+        return lambda s, r, k: [{"lr": 0.1 * 0.9 ** (pace * k), "weight_decay": 0.0}]
+
+    a, b = made_run("A", steps=8, groups=rates(1)), made_run("B", steps=8, groups=rates(2))
+    assert named(a, b)[0].why.startswith("B's schedule runs 2 times as fast")
+    assert named(b, a)[0].why.startswith("A's schedule runs 2 times as fast")
+
+
+@pytest.mark.parametrize(
+    "sizes, of_a, of_b, words",
+    [
+        ((6, 2), (0.75, 0.25), (0.5, 0.5), "each piece counts alike"),
+        ((4, 4), (0.6, 0.4), (0.5, 0.5), "A weighs by what its loss counts"),
+        ((4, 4), (0.5, 0.5), (0.5, 0.1), "B weighs equal pieces unequally"),
+    ],
+)
+def test_a_gradient_is_explained_by_its_pieces(sizes, of_a, of_b, words):
+    parts = [
+        {"w": np.array([1.0, 2.0, 3.0]), "b": np.ones(1)},
+        {"w": np.array([3.0, -1.0, 1.0]), "b": -np.ones(1)},
+    ]
+
+    def pieces(step, rank, k):
+        mine = [((32, 8 * k + i), 0, f"{k}-{i}", "t") for i in range(8)]
+        mine = mine[: sizes[0]] if rank == 0 else mine[sizes[0] :]
+        call = {**step["pieces"][0]["calls"][0], "samples": mine, "outputs": [None] * len(mine)}
+        return [{"loss": 1.0, "calls": [call], "gradients": parts[rank]}]
+
+    def total(factors):
+        return lambda step, rank, k: {
+            n: sum(f * p[n] for f, p in zip(factors, parts)) for n in "wb"
+        }
+
+    a = made_run("A", gradients=total(of_a))
+    b = made_run("B", world=2, pieces=pieces, gradients=total(of_b))
+    [cause] = named(a, b)
+    assert cause.what == "weights of the pieces"
+    assert words in cause.why
+
+
 def test_limits_are_thirty_times_the_noise_of_each_tensor():
     a = made_run("A")
     noisy = {

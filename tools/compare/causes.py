@@ -252,7 +252,7 @@ def samples(a, b, k):
             why = f"drawn by {kinds[0]} in A, by {kinds[1]} in B"
         elif shuffle[0] != shuffle[1]:
             why = f"shuffle is {shuffle[0]} in A, {shuffle[1]} in B"
-        even = {"order": True} if set(kinds) <= SEEDED else {"seed": True}
+        even = {"order": True} if set(kinds) <= SEEDED else {}
         yield Cause("order of samples", k, text, why, even)
 
 
@@ -419,6 +419,8 @@ def results(a, b, k, limits):
 def evaluation(a, b):
     """Compare which samples the first evaluation after a step counts."""
     x, y = ([rank for rank in run.evaluated() if rank] for run in (a, b))
+    named = all(s[0] for rank in (*x, *y) for s in rank)  # by a loader; else by their contents
+    x, y = ([[s[0] if named else s[2] for s in rank] for rank in side] for side in (x, y))
     if not x or not y or all(Counter(rank) == Counter(x[0]) for rank in y):
         return  # each process, or one alone, evaluates all of A's
     per = " + ".join(str(len(rank)) for rank in y)

@@ -74,12 +74,12 @@ class Run:
         """Return for each rank the samples of the first evaluation after a step."""
         phases = [[*(s["evaluated"] for s in steps[1:]), rest] for steps, rest in
                   zip(self.ranks, self.last or [[]] * self.world)]  # fmt: skip
-        return [[key(s) for s in next(filter(None, rank), [])] for rank in phases]
+        return [next(filter(None, rank), []) for rank in phases]
 
     def sampler(self):
         """Return what the loader of the training set said at its first epoch."""
         sizes = {s[0][0] for rank in self.samples(0) for s in rank if s[0]} if self.steps else set()
-        return next((e for e in self.epochs if e["size"] in sizes), None)
+        return next((e for e in self.epochs if e["size"] in sizes or not sizes), None)
 
     def rates(self):
         return [step["groups"][0].get("lr", 0.0) for step in self.ranks[0][: self.steps]]
