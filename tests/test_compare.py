@@ -1,5 +1,6 @@
 """tools/compare: equal runs are called the same, and a planted fault is named by its cause."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -527,7 +528,10 @@ STRANGE = {
         HEAD + LOOP + "    optimizer.step()\n    assert i < 2, 'no third step'",
         "after 3 steps",
     ),
-    "hang": (HEAD + "import time\ntime.sleep(99)", "did not end within"),
+    "hang": (
+        HEAD + "import os, time\nos.fork() or os.setsid()\ntime.sleep(99)",
+        "did not end within",
+    ),
     "no optimizer": (HEAD + LOOP, "made no step"),
     "no torch": ("print('hello')", "hello"),
     "not Python": ("def", "SyntaxError"),
@@ -544,6 +548,9 @@ def test_a_command_that_cannot_run_is_said(name, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("CANNOT SAY: A ")
     assert words in printed
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert str(tmp_path) not in path.read_text(), "a process was left"
 
 
 def test_a_command_that_does_not_exist_is_said(capsys):

@@ -38,7 +38,7 @@ class Watcher:
         self.stop, self.second_epoch = self.plan["steps"], None
         self.names, self.parameters, self.networks, self.known = {}, {}, [], set()
         self.described = set()
-        self.held, self.optimizers = set(), []  # ids of all parameters that an optimizer holds
+        self.held = set()  # ids of all parameters that an optimizer holds
         self.wrapped, self.inside, self.zeroed = {}, False, False
         self.piece = self.record = None  # of the backward and the step that are being made
         self.ids, self.drawn, self.taken = {}, deque(maxlen=64), set()
@@ -259,8 +259,6 @@ class Watcher:
         return (args[0], watched, *args[2:]), kwargs
 
     def see_step(self, optimizer):
-        if all(optimizer is not o for o in self.optimizers):
-            self.optimizers.append(optimizer)
         groups = [(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
         self.held.update(id(p) for _, p in groups)
         strange = [p for _, p in groups if id(p) not in self.names]
@@ -275,30 +273,17 @@ class Watcher:
         trainable = {n: p for n, p in self.parameters.items() if p.requires_grad}
         self.settings = even.settings(optimizer)
         even.even_settings(optimizer, self.even.get("settings"), self.count)
-        self.record = {
-            "rank": rank,
-            "world": world,
-            "connected": connected(),
-            "optimizer": type(optimizer).__name__,
-            "optimizers": len(self.optimizers),
-            "groups": even.settings(optimizer),
-            "group_of": group_of,
-            "strange": len(strange),
-            "forgotten": [n for n, p in trainable.items() if id(p) not in self.held],
-            "frozen": [n for n, p in self.parameters.items() if not p.requires_grad],
-            "sharded": any(hasattr(p, "placements") for p in mine.values()),
-            "wrapped": dict(self.wrapped),
-            "weights": {n: sketch(p) for n, p in mine.items()},
-            "gradients": gradients,
-            "buffers": self.buffers,
-            "pieces": self.pieces,
-            "events": self.events,
-            "clips": self.clips,
-            "schedulers": self.schedulers,
-            "thrown": self.thrown,
-            "second_epoch": self.second_epoch is not None,
-            "evaluated": self.evaluated,
-        }
+        sharded = any(hasattr(p, "placements") for p in mine.values())
+        forgotten = [n for n, p in trainable.items() if id(p) not in self.held]
+        frozen = [n for n, p in self.parameters.items() if not p.requires_grad]
+        self.record = {"rank": rank, "world": world, "connected": connected(), "sharded": sharded}
+        self.record |= {"optimizer": type(optimizer).__name__, "groups": even.settings(optimizer)}
+        self.record |= {"group_of": group_of, "strange": len(strange), "forgotten": forgotten}
+        self.record |= {"frozen": frozen, "wrapped": dict(self.wrapped), "thrown": self.thrown}
+        self.record |= {"weights": {n: sketch(p) for n, p in mine.items()}, "gradients": gradients}
+        self.record |= {"buffers": self.buffers, "pieces": self.pieces, "events": self.events}
+        self.record |= {"clips": self.clips, "schedulers": self.schedulers}
+        self.record |= {"evaluated": self.evaluated, "second_epoch": self.second_epoch is not None}
         self.optimizer, self.mine = optimizer, mine
 
     def after_step(self, optimizer, args, kwargs):
@@ -316,7 +301,7 @@ class Watcher:
 
     def last_step(self):
         """Say whether to end here. The first rank that has seen enough tells the others in a file."""
-        if not self.stop and self.count % self.plan.get("optimizers", 1) == 0:
+        if not self.stop:
             path = f"{FOLDER}/stop"
             seconds = time.monotonic() - self.start
             begun = self.count - (self.count if self.second_epoch is None else self.second_epoch)
