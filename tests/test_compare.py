@@ -171,6 +171,7 @@ FAULTS = [  # fault, options of both, the first cause, a word of its reason
     ("sum-of-ranks", "", "factor of the gradient", "summed, not averaged"),
     ("loss-sum", "", "factor of the gradient", "a sum over the samples of a micro-batch"),
     ("divided-twice", "", "factor of the gradient", "divided by their number twice"),
+    ("divided-by-world", "--clip 0.01", "gradient before clipping", "which clipping hides"),
     ("divided-by-world", "", "factor of the gradient", "divides by the 2 processes once more"),
     ("no-division", "--accum 2", "factor of the gradient", "a sum over B's 2 micro-batches"),
     ("batch-per-rank", "", "batch size", "2 times more"),
@@ -341,6 +342,7 @@ MADE = [  # changes of B, the cause, a word of text or reason
     ({"thrown": 4}, "gradients thrown away", "4 samples"),
     ({"events": ["clip", "all_reduce"]}, "clipping before the reduction", "clips before all_reduce"),
     ({"clips": [(2.0, 1.0)], "gradients": times(0.5)}, "clipping", "A does not clip, B clips by 1"),
+    ({"clips": [(4.0, 1.0)]}, "gradient before clipping", "2 in A, 4 in B"),
     ({"weights": {"w": np.zeros(3), "b": np.ones(1)}}, "first weights", "differ by up to 1"),
     ({"after": {"w": np.zeros(3), "b": np.ones(1)}}, "optimizer's step", "equal gradients"),
     ({"gradients": {"w": np.array([1.0, 2.0, 0.0])}}, "no gradient", "none in B: b"),
@@ -357,7 +359,8 @@ MADE = [  # changes of B, the cause, a word of text or reason
 
 @pytest.mark.parametrize("changes, what, words", MADE)
 def test_a_made_difference_is_named(changes, what, words):
-    found = named(made_run("A"), made_run("B", **changes))
+    clips = [(2.0, 1.0)] if what == "gradient before clipping" else []
+    found = named(made_run("A", clips=clips), made_run("B", **changes))
     assert found[0].what == what
     assert words in found[0].text + found[0].why
 

@@ -30,6 +30,7 @@ WHY = {  # of the causes that have one reason alone
     "targets": "targets are drawn, shifted or transformed differently",
     "augmentation": "random transforms draw from the state of each process or worker",
     "duplicates": "processes share samples, or the sampler fills its last batch",
+    "gradient before clipping": "another scale of the loss or of the average, which clipping hides",
     "gradient of an earlier step": "zero_grad is missing before the backward",
     "padded evaluation": "padded shards: these count twice, unless the program drops them",
     "evaluation": "the sets differ, or a process leaves out a part",
@@ -314,6 +315,11 @@ def gradients(a, b, k, limits):
             why = "requires_grad is False there" if frozen else "the loss there does not use them"
             yield Cause("frozen parameters" if frozen else "no gradient", k, text, why)
     over = limits.excess(k, "gradients", x, y)
+    norms = [[n for n, _ in r.at(k)[0]["clips"]] for r in (a, b)]
+    if not missing and not over and len(norms[0]) == len(norms[1]):
+        if not np.allclose(*norms, rtol=max(30 * limits.at(k), 1e-3)):
+            text = f"their norm is {norms[0][0]:.4g} in A, {norms[1][0]:.4g} in B; both are clipped to one size"
+            yield Cause("gradient before clipping", k, text)
     if missing or not over:
         return
     losses = [float(np.mean([p[2] for p in r.pieces(k)] or [np.nan])) for r in (a, b)]

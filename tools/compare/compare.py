@@ -70,8 +70,10 @@ def compare(command_a, command_b, *, steps=0, even_names=(), float64=False, time
             for cause in (*own[0].values(), *own[1].values(), *parted, *causes.evaluation(a, b)):
                 if cause.what not in notes:
                     new.setdefault(cause.what, cause)
-            if "order of the second epoch" in new:
-                new.pop("order of samples", None)
+            order = new.get("order of samples")
+            later = order and all(s[1] for rank in b.samples(order.step) for s in rank)
+            if later and "order of the second epoch" in new:
+                new.pop("order of samples")  # it follows from that
             if "NaN" in new and any(c.step is not None and c.what != "NaN" for c in new.values()):
                 new.pop("NaN")  # what a cause before it may have led to
             for what, cause in new.items():
@@ -143,7 +145,9 @@ def launch(letter, command, folder, plan, timeout):
             why += ". Does it start Python with -I or -E, or without PYTHONPATH?"
     elif run.nan == 0:
         why = f"{letter}: the gradients of the first step are NaN or infinite"
-    lines = (folder / "log").read_text(errors="replace").strip().splitlines()[-8:]
+    with (folder / "log").open("rb") as log:  # which may be large
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
+        lines = log.read().decode(errors="replace").strip().splitlines()[-8:]
     words = "Its last lines:" if lines else "It printed nothing."
     raise CannotRun("\n".join([f"{why}. {words}", *(f"  {line[:200]}" for line in lines)]))
 
@@ -153,12 +157,12 @@ def start(command, folder, timeout):
     paths = [str(OBSERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(os.environ, COMPARE_DIR=str(folder), PYTHONPATH=os.pathsep.join(paths))
     environment["TORCHDYNAMO_DISABLE"] = "1"  # a compiled network cannot be watched
-    words = shlex.split(command.replace("{dir}", str(folder)))
     with (folder / "log").open("wb") as log:
         try:
+            words = shlex.split(command.replace("{dir}", str(folder)))
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             process = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
-        except (OSError, IndexError) as error:
+        except (OSError, IndexError, ValueError) as error:
             raise CannotRun(f"{command!r} does not start: {error}") from None
     try:
         return process.wait(timeout)

@@ -36,8 +36,8 @@ class Watcher:
     def reset(self):  # a forked process begins anew
         self.count, self.file, self.start = 0, None, time.monotonic()
         self.stop, self.second_epoch = self.plan["steps"], None
-        self.names, self.parameters, self.networks, self.known = {}, {}, [], set()
-        self.described = set()
+        self.names, self.parameters, self.networks = {}, {}, []
+        self.known, self.described = set(), set()
         self.held = set()  # ids of all parameters that an optimizer holds
         self.wrapped, self.inside, self.zeroed = {}, False, False
         self.piece = self.record = None  # of the backward and the step that are being made
@@ -47,10 +47,8 @@ class Watcher:
     def new_step(self):
         self.calls, self.pieces, self.events, self.clips = [], [], [], []
         self.schedulers, self.evaluated, self.buffers = 0, [], {}
-        self.computed, self.thrown = (
-            deque(maxlen=8),
-            0,
-        )  # outputs; samples whose gradients were thrown away
+        self.thrown = 0  # samples whose gradients zero_grad threw away
+        self.computed = deque(maxlen=8)  # outputs, which may go into another network
 
     def write(self, kind, **values):
         if self.file is None:
