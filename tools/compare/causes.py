@@ -316,10 +316,10 @@ def gradients(a, b, k, limits):
             yield Cause("frozen parameters" if frozen else "no gradient", k, text, why)
     over = limits.excess(k, "gradients", x, y)
     norms = [[n for n, _ in r.at(k)[0]["clips"]] for r in (a, b)]
-    if not missing and not over and len(norms[0]) == len(norms[1]):
-        if not np.allclose(*norms, rtol=max(30 * limits.at(k), 1e-3)):
-            text = f"their norm is {norms[0][0]:.4g} in A, {norms[1][0]:.4g} in B; both are clipped to one size"
-            yield Cause("gradient before clipping", k, text)
+    clipped_alike = not missing and not over and len(norms[0]) == len(norms[1])
+    if clipped_alike and not np.allclose(*norms, rtol=max(30 * limits.at(k), 1e-3)):
+        text = f"their norm is {norms[0][0]:.4g} in A, {norms[1][0]:.4g} in B; both are clipped to one size"
+        yield Cause("gradient before clipping", k, text)
     if missing or not over:
         return
     losses = [float(np.mean([p[2] for p in r.pieces(k)] or [np.nan])) for r in (a, b)]
