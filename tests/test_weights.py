@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness import TASKS, check, deviation, make_args, train
+from harness import TASKS, check, deviation, make_args, single_run, train
 from short_runs import ODD
 from torch import nn
 
@@ -96,6 +96,18 @@ def test_weights_of_a_checkpoint_are_those_that_were_evaluated(mode, n, tmp_path
     argv = (*argv, "--eval-only", "--weights", trained.folder / "last.pt")
     (line,) = train("single", 1, *argv, folder=tmp_path / "evaluated").eval_lines()
     assert line["loss"] == pytest.approx(trained.eval_lines()[-1]["loss"], rel=1e-12)
+
+
+def test_tensor_with_two_names_is_trained_and_saved_in_shards(tmp_path, monkeypatch):
+    """Without an average: an evaluation leaves such a tensor whole on each rank."""
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "tied.py").write_text(TIED)
+    argv = ("--task", tmp_path / "tied.py", *"--epochs 2 --dtype float64 --device cpu".split())
+    result = train("fsdp", 2, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+    model = result.checkpoint()["model"]
+    assert model["again.weight"].equal(model["first.weight"])
+    assert deviation(model, single_run(*argv).checkpoint()["model"]) < 1e-10
 
 
 def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
