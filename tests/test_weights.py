@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from harness import TASKS, check, deviation, make_args, single_run, train
+from patches import checked
 from short_runs import ODD
 from torch import nn
 
@@ -99,11 +100,11 @@ def test_weights_of_a_checkpoint_are_those_that_were_evaluated(mode, n, tmp_path
 
 
 def test_tensor_with_two_names_is_trained_and_saved_in_shards(tmp_path, monkeypatch):
-    """Without an average: an evaluation leaves such a tensor whole on each rank."""
+    """Without an average, and after the check: its forwards leave such a tensor whole."""
     monkeypatch.syspath_prepend(str(TASKS))
     (tmp_path / "tied.py").write_text(TIED)
     argv = ("--task", tmp_path / "tied.py", *"--epochs 2 --dtype float64 --device cpu".split())
-    result = train("fsdp", 2, *argv, folder=tmp_path)
+    result = train("fsdp", 2, *argv, folder=tmp_path, patch=checked)
     assert result.code == 0, result.err
     model = result.checkpoint()["model"]
     assert model["again.weight"].equal(model["first.weight"])
