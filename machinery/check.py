@@ -60,8 +60,12 @@ def unchanged(net: nn.Module) -> Iterator[None]:
     """Put back what changes within this context in the network and the CPU's generators."""
     tensors = [(tensor, tensor.clone()) for tensor in (*net.parameters(), *net.buffers())]
     attributes = [(module, dict(vars(module))) for module in net.modules()]
-    held = [value for _, values in attributes for value in values.values()]
-    contents = [(value, copy.copy(value)) for value in held if isinstance(value, (dict, list, set))]
+    held = [item for _, values in attributes for item in values.items()]
+    contents = [
+        (value, copy.copy(value))
+        for name, value in held
+        if isinstance(value, (dict, list, set)) and "hooks" not in name  # fsdp adds its own
+    ]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -72,7 +76,7 @@ def unchanged(net: nn.Module) -> Iterator[None]:
         for module, values in attributes:
             vars(module).clear()
             vars(module).update(values)
-        for value, before in contents:  # the same objects: a hook's handle knows its dict
+        for value, before in contents:  # the same objects, which others may hold
             value.clear()
             value.extend(before) if isinstance(value, list) else value.update(before)
         for tensor, before in tensors:

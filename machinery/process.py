@@ -94,6 +94,9 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
             return main(*arguments, **options)
         environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        if in_main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            handlers[signal.SIGCHLD] = signal.SIG_IGN
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides exit codes of ranks
         try:
             with (
                 contextlib.redirect_stdout(Output(sys.stdout)),

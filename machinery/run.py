@@ -418,9 +418,9 @@ class Log:
         sampler, net = self.sampler, self.state.net
         size = sum(parameter.numel() for parameter in net.parameters())
         share = math.ceil(sampler.batch_size / (sampler.accum_steps * self.devices))
-        model = f"{type(net).__name__.removeprefix('FSDP')}, {size:,} parameters"
         print0(
-            f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: {model}; "
+            f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: "
+            f"{type(net).__name__.removeprefix('FSDP')}, {size:,} parameters; "
             f"loader workers per process: {loader.num_workers}\n"
             f"{sampler.length} training samples: {sampler.steps_per_epoch} "
             f"steps per epoch; a step: {sampler.batch_size} samples, "
