@@ -36,7 +36,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from common import UsageError, autocast, build_optimizer, resolve_device_type
-from machinery.cli import Parser, filled, number, parse_args, task_file
+from machinery.cli import Parser, build_parser, filled, number, parse_args, task_file
 from machinery.modes import WithLoss, data_parallel, mesh_of_ranks, shard
 from machinery.process import Stopped, run_main, stay_on_this_machine
 from machinery.run import Run
@@ -137,8 +137,9 @@ def take_turns(
 
 def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], None]:
     """Return one step of a loop that cannot be shorter, on a copy of the network."""
+    defaults = vars(build_parser(mode).parse_args([]))  # of what a checkpoint does not hold
     task_path = task_file(run.config["task"])  # a checkpoint holds the name
-    args = Namespace(**run.config | {"parallel_mode": mode, "task": task_path})
+    args = Namespace(**defaults | run.config | {"parallel_mode": mode, "task": task_path})
     task = Task(args)
     if mode == "fsdp":  # a sharded network cannot be copied
         net = task.build_net().to(run.device)
