@@ -55,7 +55,7 @@ def statement_of_line(file: str) -> dict[int, int]:
 sys.settrace(watch)
 train_single.main(["--output-dir", *sys.argv[1:]])
 sys.settrace(None)
-first = {file: statement_of_line(file) for file, _ in ran["run"]}
+first = {file: statement_of_line(file) for file in {file for file, _ in ran["run"]}}
 for part in ran:
     statements = {(file, first[file][line]) for file, line in ran[part]}
     names = {(code.co_filename, code.co_firstlineno) for code in called[part]}
