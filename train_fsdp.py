@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import common
 from common import State, set_up_device
 from machinery.check import check_run
-from machinery.cli import parse_args, run_options, schedule_options
+from machinery.cli import parse_args, schedule_options
 from machinery.modes import convert_sync_batchnorm, join_forwards, mesh_of_ranks, shard
 from machinery.process import init_method, run_main, timeout
 from machinery.run import Run
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     state = State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
-    run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
+    run = Run(state, train_loader, val_loader, device, args)  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = net  # the loop calls model, which may become a wrapper; checkpoints save net

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import common
 from common import State, set_up_device
 from machinery.check import check_run
-from machinery.cli import parse_args, run_options, schedule_options
+from machinery.cli import parse_args, schedule_options
 from machinery.launch import run_worker, wait_for, workers_meet_at
 from machinery.modes import convert_sync_batchnorm
 from machinery.process import leaves_no_trace, run_main, timeout
@@ -95,7 +95,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     state = State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
-    run = Run(state, train_loader, val_loader, device, **run_options(args))  # position, log, files
+    run = Run(state, train_loader, val_loader, device, args)  # position, log, files
     run.resume()  # opens the output directory, and loads the checkpoint of --resume
 
     model = net  # the loop calls model, which may become a wrapper; checkpoints save net

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 import common
 from common import UsageError
-from machinery.usertask import RESERVED, Task, digest
+from machinery.identity import digest
+from machinery.usertask import RESERVED, Task
 from sampling import KeyedDataset, seed_rng
 
 SETTERS = torch.set_rng_state, random.setstate, np.random.set_state
@@ -102,14 +103,9 @@ def values_of(
     samples = f"for samples {str(indices[:3])[1:-1]}{', ...' * (n > 3)} of the {kind} set"
     where = f"--task {task.path}, {samples}"
     with task.calls(f"__getitem__ or collate, {samples}"):
-        if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
-            wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
-            raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
-        batch = keyed.__getitems__((0, indices))
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            found = f"{type(batch).__name__} of {len(batch)}"
-            raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
-        inputs, targets = common.to_device(batch, device)
+        inputs, targets = common.to_device(fetch(keyed, indices, where), device)
+    if args.parallel_mode == "dp":
+        check_dp((inputs, targets), where, n)
     seed_rng(args.seed, -3, draw)
     with common.autocast(device, args.amp):
         with task.calls(f"the forward of the model, {samples}"):
@@ -129,17 +125,25 @@ def values_of(
                     raise UsageError(f"{where}: per_sample_metrics must return {wanted}; got {got}")
                 found |= metrics
                 common.Meter(device).add(**found)
-    if args.parallel_mode == "dp":
-        check_dp((inputs, targets), where, n)
     for name in [name for name, value in found.items() if isinstance(value, tuple)]:
         found[name], found[f"weight of {name}"] = found[name]
     return {n: value.double().cpu() for n, value in found.items() if isinstance(value, Tensor)}
 
 
+def fetch(keyed: KeyedDataset, indices: list[int], where: str) -> tuple[Any, Any]:
+    """Return the batch of these samples. Raises UsageError if it cannot be one of a run."""
+    if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
+        wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
+        raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
+    batch = keyed.__getitems__((0, indices))
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        found = f"{type(batch).__name__} of {len(batch)}"
+        raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
+    return batch
+
+
 def check_dp(batch: Any, where: str, n: int) -> None:
     """Raise UsageError if dp cannot cut the batch: if it holds more than tensors [n, ...]."""
-    if common.gather_samples.used:
-        raise UsageError(f"{where}: dp cannot gather_samples; use ddp or spawn")
 
     def check(leaf: Any) -> Any:
         if not torch.is_tensor(leaf) or leaf.shape[:1] != (n,):
@@ -162,6 +166,8 @@ def compare_halves(
     def values(part: list[int], draw: int = 0) -> dict[str, Tensor]:
         return values_of(task, net, device, keyed, part, "evaluation", draw)
 
+    if task.args.parallel_mode == "dp" and common.gather_samples.used:
+        raise UsageError(f"--task {task.path}: dp cannot gather_samples; use ddp or spawn")
     half = len(indices) // 2
     whole, other_draw = values(indices), values(indices, draw=1)
     halves = [values(part) for part in (indices[:half], indices[half:]) if part]

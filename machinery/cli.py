@@ -325,15 +325,6 @@ def schedule_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def run_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that Run takes."""
-    names = ("epochs", "output_dir", "resume", "eval_only", "best", "save_every", "keep_every")
-    names += ("log_every", "tensorboard", "changes")
-    options = {name: getattr(args, name) for name in names}
-    options |= {"mode": args.parallel_mode, "replicas": getattr(args, "replicas", 1)}
-    return options | {"config": declared(args)}
-
-
 def parse_args(
     mode: str, argv: list[str] | None = None, devices: int | None = None
 ) -> argparse.Namespace:
@@ -409,53 +400,35 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     """Check options that contradict each other, and what a mode cannot do."""
     if args.eval_batch_size is None:
         args.eval_batch_size = min(128, args.batch_size // args.accum_steps)
-    schedule, marks, compress = args.schedule, args.step_epochs, args.grad_compress
-    refused = [
-        (
-            args.tensorboard and not importlib.util.find_spec("tensorboard"),
-            "--tensorboard needs the package tensorboard: pip install tensorboard",
-        ),
-        (
-            args.amp != "off" and args.dtype == "float64",
-            f"--amp {args.amp} is half precision and --dtype float64 double; use --amp off",
-        ),
-        (
-            schedule == "step" and not marks,
-            "--schedule step needs --step-epochs, when the rate drops, as 15 25",
-        ),
-        (
-            marks and schedule not in USE_MARKS,
-            f"--step-epochs has no effect on --schedule {schedule}; use {' or '.join(USE_MARKS)}, "
-            "or give --step-epochs no number",
-        ),
-        (
-            schedule in ("cyclic", "sawtooth") and len(marks) > 1,
-            f"--schedule {schedule} takes one of --step-epochs, the length of a cycle",
-        ),
-        (
-            compress != "none" and mode not in ("ddp", "spawn"),
-            f"--grad-compress {compress} belongs to DDP; use ddp or spawn, or --grad-compress none",
-        ),
-        (
-            mode == "dp" and args.compile,
-            "--compile cannot follow the copies of nn.DataParallel; use ddp, or --no-compile",
-        ),
-        (
-            mode == "dp" and args.sync_bn,
-            "--sync-bn: nn.DataParallel cannot synchronise BatchNorm; use ddp, or --no-sync-bn",
-        ),
-        (
-            mode == "fsdp" and args.amp == "fp16",
-            "--amp fp16 is not tested with sharded gradients; use --amp bf16",
-        ),
-        (
-            mode == "fsdp" and args.channels_last,
-            "--channels-last: torch shards contiguous parameters alone; use --no-channels-last",
-        ),
-    ]
-    for found, problem in refused:
-        if found:
-            raise UsageError(problem)
+    schedule, marks = args.schedule, args.step_epochs
+    if args.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise UsageError("--tensorboard needs the package tensorboard: pip install tensorboard")
+    if args.amp != "off" and args.dtype == "float64":
+        problem = f"--amp {args.amp} is half precision and --dtype float64 double"
+        raise UsageError(f"{problem}; use --amp off")
+    if schedule == "step" and not marks:
+        raise UsageError("--schedule step needs --step-epochs, when the rate drops, as 15 25")
+    if marks and schedule not in USE_MARKS:
+        advice = f"use {' or '.join(USE_MARKS)}, or give --step-epochs no number"
+        raise UsageError(f"--step-epochs has no effect on --schedule {schedule}; {advice}")
+    if schedule in ("cyclic", "sawtooth") and len(marks) > 1:
+        raise UsageError(f"--schedule {schedule} takes one of --step-epochs, the length of a cycle")
+    if args.grad_compress != "none" and mode not in ("ddp", "spawn"):
+        advice = "use ddp or spawn, or --grad-compress none"
+        raise UsageError(f"--grad-compress {args.grad_compress} belongs to DDP; {advice}")
+    if mode == "dp":
+        if args.compile:
+            problem = "--compile cannot follow the copies of nn.DataParallel"
+            raise UsageError(f"{problem}; use ddp, or --no-compile")
+        if args.sync_bn:
+            problem = "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"
+            raise UsageError(f"{problem}; use ddp, or --no-sync-bn")
+    if mode == "fsdp":
+        if args.amp == "fp16":
+            raise UsageError("--amp fp16 is not tested with sharded gradients; use --amp bf16")
+        if args.channels_last:
+            problem = "--channels-last: torch shards contiguous parameters alone"
+            raise UsageError(f"{problem}; use --no-channels-last")
 
 
 def check_files(args: argparse.Namespace) -> None:
@@ -471,20 +444,28 @@ def check_files(args: argparse.Namespace) -> None:
         raise UsageError(f"--resume auto needs {needed}")
     new = f"runs/{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     args.output_dir = os.path.abspath(args.output_dir or new)
-    directory, log = Path(args.output_dir), Path(args.output_dir, "metrics.jsonl")
-    saved = any(directory.glob("*.pt"))
-    if args.eval_only and saved:
+    check_directory(args)
+    directory = Path(args.output_dir)
+    if args.eval_only and any(directory.glob("*.pt")):
         return  # it writes nothing there
-    own = args.resume == "auto" or Path(args.resume or "/").parent.resolve() == directory.resolve()
-    logged = not args.eval_only and log.exists() and log.stat().st_size > 0
-    if not own and (saved or logged):
-        problem = f"--output-dir {directory} already holds a run"
-        advice = "; continue it with" if saved else " without a checkpoint; start it anew with"
-        raise UsageError(f"{problem}{advice} --resume auto, or choose another directory")
     folder = next(p for p in (directory, *directory.parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         problem = f"cannot write in {folder}; choose another one"
         raise UsageError(f"--output-dir {directory}: {problem}")
+
+
+def check_directory(args: argparse.Namespace) -> None:
+    """Raise UsageError if another run has filled the output directory."""
+    directory, log = Path(args.output_dir), Path(args.output_dir, "metrics.jsonl")
+    saved = any(directory.glob("*.pt"))
+    logged = log.exists() and log.stat().st_size > 0
+    own = args.resume == "auto" or Path(args.resume or "/").parent.resolve() == directory.resolve()
+    if own or args.eval_only:  # which writes nothing there
+        return
+    if saved or logged:
+        problem = f"--output-dir {directory} already holds a run"
+        advice = "; continue it with" if saved else " without a checkpoint; start it anew with"
+        raise UsageError(f"{problem}{advice} --resume auto, or choose another directory")
 
 
 def check_file(option: str, name: str) -> None:

@@ -35,13 +35,12 @@ from machinery.cli import parse_args
 from machinery.process import (
     FAILED,
     GRACE,
-    SIGNALS,
-    handle_signals,
     run_main,
     stay_on_this_machine,
     tell,
     use_interface_to,
 )
+from machinery.signals import SIGNALS, handle_signals
 from sampling import end_with_parent
 
 ON_PURPOSE = {2, 3, *SIGNALS.values()}  # exit codes of a rank that has told why it ends

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -12,8 +11,8 @@ import signal
 import sys
 import threading
 import time
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,9 +35,12 @@ from common import (
     print0,
     save_checkpoint,
 )
-from machinery.process import SIGNALS, Stopped, StopSignal, error_on_all
-from machinery.usertask import digest, of_task
-from sampling import GlobalBatchSampler, KeyedDataset
+from machinery.cli import check_directory, declared
+from machinery.identity import check_agreement, fingerprint, identity
+from machinery.process import Stopped, error_on_all
+from machinery.signals import SIGNALS, StopSignal
+from machinery.usertask import of_task
+from sampling import GlobalBatchSampler
 
 # What TensorBoard does not draw of a line of metrics.jsonl.
 POSITION = {"event", "epoch", "step", "global_step", "count"}
@@ -53,8 +55,7 @@ class Run:
     Call each of its methods on every rank: within them the ranks talk to each other. `resume` opens
     the files, `end_step` counts, logs and saves, `end_epoch` logs and saves, `finish` closes.
 
-    `config` has the options of the run: all ranks must have the same, and the checkpoint holds them
-    for a resume. `changes` says which ones the resumed run has changed.
+    `args` has the options: all ranks must have the same, and a checkpoint holds them for a resume.
     """
 
     files: RunFiles | None = None  # stays None on all ranks but 0
@@ -67,62 +68,45 @@ class Run:
         train_loader: DataLoader,
         val_loader: DataLoader,
         device: torch.device,
-        *,
-        mode: str,
-        epochs: int,
-        output_dir: str = "runs/new",
-        resume: str | None = None,
-        eval_only: bool = False,
-        best: str | None = None,
-        save_every: int | None = None,
-        keep_every: int | None = None,
-        log_every: int = 50,
-        tensorboard: bool = False,
-        replicas: int = 1,
-        config: dict[str, Any] | None = None,
-        changes: Iterable[str] = (),
+        args: Namespace,
     ) -> None:
+        self.state, self.device, self.args = state, device, args
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
-        self.state, self.device, self.mode, self.epochs = state, device, mode, epochs
-        self.directory = Path(output_dir).absolute()
-        self.resume_from, self.eval_only, self.best_option = resume, eval_only, best
-        self.save_every, self.keep_every, self.log_every = save_every, keep_every, log_every
-        self.tensorboard, self.config, self.changes = tensorboard, config or {}, [*changes]
-        self.log = Log(state, self.sampler, device, epochs, replicas)
+        self.directory = Path(args.output_dir)
+        self.config = declared(args)
+        devices = common.get_world_size() * getattr(args, "replicas", 1)
+        self.log = Log(state, self.sampler, device, args.epochs, devices)
         self.meter = self.log.meter  # the loop adds to it
         self.data, self.hashes = identity(train_loader.dataset, val_loader.dataset)
         self.patient = common.patient_group()  # a slow disk may keep rank 0 for long
-        names = " ".join(name for name, _ in state.net.named_parameters())
-        must_agree = {f"--{n.replace('_', '-')}": value for n, value in self.config.items()}
-        must_agree["the order of parameters"] = hash_of(names)
-        check_agreement(must_agree | self.data, self.hashes, device)
+        check_agreement(self.config, state.net, self.data, self.hashes, device)
 
     def resume(self) -> None:
         """Open the directory of the run, and load the checkpoint of --resume into the state."""
         found = self._on_rank0(self._open)
         if found:
             self._load(*found)
-            print0("\n".join([f"resumed {self._position()}", *self.changes]))
+            print0("\n".join([f"resumed {self._position()}", *self.args.changes]))
         else:
             with of_task("a checkpoint of this model or optimizer could not be loaded"):
                 self.state.load_itself()
-        self._on_rank0(lambda: self.files.begin(self.state if found else None, self.tensorboard))
-        if not self.eval_only:  # which has nothing to save
+        at = self.state if found else None
+        self._on_rank0(lambda: self.files.begin(at, self.args.tensorboard))
+        if not self.args.eval_only:  # which has nothing to save
             self.stop = StopSignal()
         self.log.start_times()
 
     def _open(self) -> tuple[Path, str, bool] | None:
         """Return the path of the checkpoint, its fingerprint, and whether best.pt goes on."""
-        path = find_checkpoint(self.directory, self.resume_from, self.eval_only)
+        path = find_checkpoint(self.directory, self.args.resume, self.args.eval_only)
         checkpoint = load_checkpoint(path) if path else None  # reads it all: is it damaged?
-        if self.resume_from and not path:
-            print("nothing to resume: a new run")
-        self.files = self.log.files = RunFiles(self.directory, self.eval_only, path)
+        self.files = self.log.files = RunFiles(self.directory, self.args.eval_only, path)
+        check_directory(self.args)  # another run may have filled it since the start
         print(f"output directory: {self.directory}", flush=True)
         if not path:
             return None
-        best, same = checkpoint["best"], checkpoint["config"].get("best") == self.best_option
-        goes_on = not best or self.eval_only or (same and self.files.best() == best)
+        best, same = checkpoint["best"], checkpoint["config"].get("best") == self.args.best
+        goes_on = not best or self.args.eval_only or (same and self.files.best() == best)
         if not goes_on:
             reason = "is not in that directory" if same else "was chosen by another --best"
             print(f"best.pt of epoch {best[1]} {reason}: the best score starts anew")
@@ -151,13 +135,13 @@ class Run:
                 raise error_on_all(f"{problem} (rank {rank})" if rank else problem)
         state = self.state
         state.best = state.best if best_goes_on else None
-        if not self.eval_only:  # an epoch may have other steps now, as --batch-size may be another
+        if not self.args.eval_only:  # --batch-size may be another, and so the steps of an epoch
             state.set_position(state.epoch * self.sampler.steps_per_epoch + state.step)
 
     def _check_data(self, checkpoint: dict[str, Any], path: Path) -> None:
         """Raise UsageError if the data are not those of the checkpoint; warn if pixels differ."""
         # An evaluation may be of other data, but of the same classes.
-        for name in ["classes"] if self.eval_only else self.data:
+        for name in ["classes"] if self.args.eval_only else self.data:
             then, now = checkpoint["data"].get(name), self.data[name]
             if then != now:
                 problem = f"{name}: {then} in the run of this file, and {now} now"
@@ -167,8 +151,8 @@ class Run:
                 print0(f"warning: other {name} than in {path}: are the files the same?")
 
     def _position(self) -> str:
-        state, epochs = self.state, self.epochs
-        if self.eval_only and state.step == 0:
+        state, epochs = self.state, self.args.epochs
+        if self.args.eval_only and state.step == 0:
             return f"after epoch {state.epoch}"
         if state.epoch >= epochs:
             return f"after all {epochs} epochs: nothing is left to do; a larger --epochs goes on"
@@ -202,7 +186,7 @@ class Run:
     def logs_next(self) -> bool:
         """Whether a line of the log follows the step that is being made."""
         ends = self.state.step + 1 == self.sampler.steps_per_epoch
-        return ends or (self.state.global_step + 1) % self.log_every == 0
+        return ends or (self.state.global_step + 1) % self.args.log_every == 0
 
     def end_step(self, grad_norm: Tensor | None) -> None:
         """Count the step; log, save or stop if it is time. Call it after each optimizer step.
@@ -219,7 +203,7 @@ class Run:
         if logs:
             self.log.train_line(grad_norm)
         self.log.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
-        due = self.save_every and state.global_step % self.save_every == 0
+        due = self.args.save_every and state.global_step % self.args.save_every == 0
         # At the end of an epoch train_*.py itself saves; a run that was told to stop ends there.
         saves = not ends and (due or self.stopping)
         # To read the count is to wait for the device, as log lines and saves do anyway.
@@ -236,7 +220,7 @@ class Run:
         """
         state = self.state
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
-        best = self.best_option or known[0]
+        best = self.args.best or known[0]
         name, lowest = best.removesuffix(":min"), best == "loss" or best.endswith(":min")
         if name not in known:
             raise error_on_all(f"--best {best}: no such metric; use one of {', '.join(known)}")
@@ -244,17 +228,17 @@ class Run:
         names = []
         if self._improves(metrics[name], lowest):
             state.best, names = (metrics[name], state.epoch), ["best.pt"]
-        if self.keep_every and state.epoch % self.keep_every == 0:
+        if self.args.keep_every and state.epoch % self.args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
         # Waits: the save below must know of a stop. After the last epoch nothing is left to stop.
-        self.stopping = self.stop.agreed(wait=True) if state.epoch < self.epochs else None
+        self.stopping = self.stop.agreed(wait=True) if state.epoch < self.args.epochs else None
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
-        if state.epoch == self.epochs and state.best:
+        if state.epoch == self.args.epochs and state.best:
             path, (score, epoch) = self.directory / "best.pt", state.best
             print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
             options = f"--eval-only --resume {shlex.quote(str(path))}"
             print0(f"to evaluate it: {self._command(options)}")
-        elif state.epoch == self.epochs:
+        elif state.epoch == self.args.epochs:
             print0(f"no best.pt: in no epoch {name} and the weights were finite")
 
     def _improves(self, score: float, lower_is_better: bool) -> bool:
@@ -301,7 +285,7 @@ class Run:
         local = os.environ.get("LOCAL_WORLD_SIZE")
         if local and int(local) < common.get_world_size():  # on several machines
             return f"the same command with {options}"
-        return f"bash run.sh {self.mode} {self.log.devices} {options}"
+        return f"bash run.sh {self.args.parallel_mode} {self.log.devices} {options}"
 
     def finish(self) -> None:
         """Wait for all ranks, and close the files."""
@@ -309,58 +293,6 @@ class Run:
             self.files.close()
         if dist.is_initialized():
             dist.barrier()  # rank 0 has written its files
-
-
-def identity(train: KeyedDataset, val: KeyedDataset) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what tells data apart: class names and both lengths; and hashes of a few samples.
-
-    Another hash is no proof of other data: pixels are decoded differently on another processor.
-    """
-    found: dict[str, Any] = {"classes": None}
-    hashes = {}
-    for dataset in (val.dataset, train.dataset):  # as torchvision's data sets have them
-        if isinstance(classes := getattr(dataset, "classes", None), (list, tuple)):
-            found["classes"] = [str(name) for name in classes]
-    for name, keyed in (("training samples", train), ("evaluation samples", val)):
-        found[name] = n = len(keyed.dataset)
-        unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)
-        some = [digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8))]
-        hashes[f"hashes of {name}"] = hash_of(" ".join(some))
-    return found, hashes
-
-
-def hash_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def fingerprint(path: Path) -> str:
-    """Return a hash of the checksums that the file lists of its parts, without reading them."""
-    with zipfile.ZipFile(path) as file:
-        parts = [(part.filename, part.file_size, part.CRC) for part in file.infolist()]
-    return hash_of(repr(parts))
-
-
-def check_agreement(
-    must_agree: dict[str, Any], hashes: dict[str, str], device: torch.device
-) -> None:
-    """Raise on every rank if the ranks do not mean the same run. Call it on every rank.
-
-    With another --batch-size on one node the ranks would hang. With another --seed or data set they
-    would go on to a wrong result. Other hashes of samples are a warning.
-    """
-    if not dist.is_initialized():
-        return
-    must_agree = must_agree | {"torch": torch.__version__, "the device": device.type}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (must_agree, hashes))
-    for rank, (theirs, their_hashes) in enumerate(ranks):
-        for name, first in ranks[0][0].items():
-            other = theirs.get(name, "unknown")
-            if first != other:
-                found = f"{first} on rank 0, but {other} on rank {rank}"
-                raise error_on_all(f"{name} is {found}; all nodes need the same")
-        if their_hashes != ranks[0][1]:
-            print0(f"warning: rank {rank} reads other samples than rank 0: are the files the same?")
 
 
 # --------------------------------------------------------------------------------- the log of a run
@@ -385,10 +317,10 @@ class Log:
         sampler: GlobalBatchSampler,
         device: torch.device,
         epochs: int,
-        replicas: int = 1,
+        devices: int,
     ) -> None:
         self.state, self.sampler, self.device = state, sampler, device
-        self.epochs, self.devices = epochs, common.get_world_size() * replicas
+        self.epochs, self.devices = epochs, devices
         self.meter = common.Meter(device)
         # On a terminal alone; there the bar shows the training lines.
         self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
@@ -510,6 +442,7 @@ def find_checkpoint(directory: Path, resume: str | None, eval_only: bool = False
         raise UsageError(f"--resume auto: {problem}; name that file, or another directory")
     if eval_only:
         raise UsageError(f"--resume auto: no checkpoint in {directory} to evaluate")
+    print("nothing to resume: a new run")
     return None
 
 
@@ -537,9 +470,6 @@ class RunFiles:
         except OSError as error:  # of a network, often
             problem = f"{directory} cannot be locked: {error.strerror}"
             print(f"warning: {problem}; let no other run write there", file=sys.stderr)
-        own = path and path.parent.resolve() == directory.resolve()
-        if not own and not eval_only and any(directory.glob("*.pt")):
-            raise UsageError(f"--output-dir {directory}: filled by another run; name another one")
 
     def best(self) -> tuple[float, int] | None:
         """Return score and epoch of best.pt in the directory."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import inspect
-import io
 import os
 import sys
 from argparse import Namespace
@@ -24,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 import common
 from common import UsageError, freeze, load_weights, print0, read_tensors
 from machinery.process import TaskError
-from sampling import KeyedDataset, seed_generators, seed_rng, splitmix64
+from sampling import seed_generators, seed_rng, splitmix64
 
 # Names in a line of metrics.jsonl that are no metric.
 RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "samples_per_s"}
@@ -246,12 +244,3 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
         elif any(p.dim() > 1 for p in own):
             found.append(part)
     return found
-
-
-def digest(keyed: KeyedDataset, indices: list[int]) -> str:
-    """Return a hash of these samples as the first epoch has them."""
-    batch = keyed.__getitems__((0, indices))
-    # Clones, as a view would be hashed with all the memory behind it.
-    batch = common.tree_map(lambda value: value.cpu().clone(), batch)
-    torch.save(batch, file := io.BytesIO())
-    return hashlib.sha256(file.getvalue()).hexdigest()[:12]

@@ -8,7 +8,6 @@ from patches import without_speed
 from torch import nn
 
 import common
-import machinery.cli
 import machinery.run
 import sampling
 
@@ -47,10 +46,9 @@ def make_run(folder, *argv, length=185, batch_size=30, net=None, rank=0, world_s
     optimizer = optimizer_of(args, net)
     scheduler = scheduler_of(args, optimizer, sampler.steps_per_epoch)
     parts = optimizer, scheduler, guard_of(args, CPU, net), average_of(args, net)
-    options = machinery.cli.run_options(args)
     loader = sampling.build_loader(range(length), sampler, CPU, 0, 0)
     val_loader = sampling.build_loader(range(57), sampling.ShardSampler(57, 8), CPU, 0, 0)
-    run = machinery.run.Run(common.State(net, *parts), loader, val_loader, CPU, **options)
+    run = machinery.run.Run(common.State(net, *parts), loader, val_loader, CPU, args)
     run.resume()
     return run
 

@@ -35,6 +35,7 @@ import machinery.cli
 import machinery.launch
 import machinery.process
 import machinery.run
+import machinery.signals
 
 
 def come_late(rank):
@@ -125,7 +126,7 @@ def lose_a_rank(rank):
     def agreed(stop):
         raise RuntimeError("another rank is gone")
 
-    machinery.process.StopSignal.agreed = agreed
+    machinery.signals.StopSignal.agreed = agreed
 
 
 def test_lost_rank_is_met_before_the_device_is_read(tmp_path):

@@ -198,7 +198,7 @@ def test_directory_that_another_run_fills_meanwhile_is_refused(tmp_path):
     text += "    (folder / 'last.pt').write_text('of a finished run')\n    return both(args)\n"
     (tmp_path / "late.py").write_text(text)
     result = train("single", 1, "--task", tmp_path / "late.py", folder=tmp_path)
-    assert result.code == 2 and "filled by another run; name another one" in result.err
+    assert result.code == 2 and "already holds a run" in result.err
     assert (result.folder / "last.pt").read_text() == "of a finished run"
 
 

@@ -22,6 +22,7 @@ import common
 import machinery.cli
 import machinery.process
 import machinery.run
+import machinery.signals
 import machinery.usertask
 import train_ddp
 
@@ -80,7 +81,7 @@ def test_neighbours_of_a_task_replace_nothing(tmp_path, monkeypatch):
 
 
 def surroundings():
-    numbers = [*machinery.process.SIGNALS, signal.SIGCHLD]
+    numbers = [*machinery.signals.SIGNALS, signal.SIGCHLD]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     handlers = [signal.getsignal(number) for number in numbers]
     return handlers, mask, dict(os.environ), sys.stdout, sys.stderr
