@@ -200,6 +200,7 @@ class Gather(torch.autograd.Function):
         return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
     @staticmethod
+    @torch.autograd.function.once_differentiable  # a second derivative would be wrong
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         total = reduce_value(gradient.float() if gradient.itemsize < 4 else gradient, average=False)
         return total.split(context.sizes)[dist.get_rank()].to(gradient.dtype), None
@@ -232,7 +233,7 @@ def sync_buffers(net: nn.Module) -> None:
     if different := [name for name, a, b in zip(names, largest, smallest) if a != b]:
         raise RuntimeError(
             f"parameters differ between ranks: {', '.join(different[:5])}; does torch draw them, "
-            "and does every forward go through the wrapper?"
+            "does every forward go through the wrapper, has each checkpoint() use_reentrant=False?"
         )
 
 
@@ -470,8 +471,8 @@ def scale_lr(optimizer: torch.optim.Optimizer, rule: str, devices: int | None = 
     """Scale the learning rates for so many devices, by default one per rank."""
     devices = devices or get_world_size()
     factor = {"none": 1, "linear": devices, "sqrt": math.sqrt(devices)}[rule]
-    for group in optimizer.param_groups:
-        group["lr"] = float(group["lr"]) * factor  # a task may have set a tensor
+    for group in optimizer.param_groups:  # timm's layer decay has an `lr_scale` for each group
+        group["lr"] = float(group["lr"]) * factor * group.get("lr_scale", 1)
 
 
 # A schedule returns the learning rate divided by its peak, for a global step from `start`, the end

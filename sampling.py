@@ -201,7 +201,8 @@ class KeyedDataset(Dataset):
 
     def _one_by_one(self, epoch: int, indices: list[int]) -> Any:
         samples = [self._first_readable(epoch, number) for number in indices]
-        return self.collate(samples) if self.collate else stack(samples)
+        # Copies: a loss may change its targets, and a collate may pass on what the data set keeps.
+        return tree_map(torch.clone, self.collate(samples)) if self.collate else stack(samples)
 
     def _first_readable(self, epoch: int, first: int) -> Any:
         for number in range(first, first + len(self.dataset)):
@@ -239,9 +240,12 @@ def build_loader(
     workers: int | None = None,
     skip_corrupt: bool = False,
     collate: Callable[[list], Any] | None = None,
+    timeout: float = 0,
 ) -> DataLoader:
     """Return a loader of the batches of one of the samplers above.
 
+    It raises if a batch takes longer than `timeout` seconds: a worker that cannot send its batch,
+    as /dev/shm is full, would never come back. 0 waits for ever.
     Its workers live as long as it does. They start here, before this process connects to other
     ranks: a fork copies the locks that other threads hold, but not the threads.
     """
@@ -262,7 +266,7 @@ def build_loader(
     options: dict[str, Any] = {"pin_memory": device.type != "cpu" and on_host}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
-        options |= {"worker_init_fn": leave_signals_to_parent}
+        options |= {"worker_init_fn": leave_signals_to_parent, "timeout": timeout}
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:

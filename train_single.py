@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
-    loading = args.seed, args.workers, args.skip_corrupt, task.collate
+    loading = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
     train_loader = build_loader(train_set, train_sampler, device, *loading)
     val_loader = build_loader(val_set, val_sampler, device, *loading)
 

@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,7 +222,7 @@ headlines.append("run")
 option("--best", filled, "NAME[:min]", None,
        "what decides best.pt: a metric (default: the first), whose highest value is best; with "
        ":min, as mae:min, or as loss, the lowest")
-option("--seed", number(int, 0, 2**63 - 1), "N", 0,
+option("--seed", number(int, 0, 2**32 - 1), "N", 0,
        "of initial weights, order, augmentation, dropout")
 option("--save-every", positive, "STEPS", None,
        "write last.pt this often, not only after each epoch")
@@ -442,7 +443,7 @@ def check_files(args: argparse.Namespace) -> None:
     if args.resume == "auto" and not args.output_dir:
         needed = "--output-dir, the directory whose last.pt it looks for"
         raise UsageError(f"--resume auto needs {needed}")
-    new = f"runs/{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    new = f"runs/{Path(args.task).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     args.output_dir = os.path.abspath(args.output_dir or new)
     check_directory(args)
     directory = Path(args.output_dir)

@@ -152,9 +152,6 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
-    for name, parameter in net.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise UsageError(f"the model: {name} has a hook, which its shards would lose; use ddp")
     refuse_lists(net)
     common.sync_buffers(net)  # DDP does it by itself
     for module in modules:

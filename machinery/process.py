@@ -276,6 +276,10 @@ def fail(error: BaseException) -> NoReturn:
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     elif "find_unused_parameters=True" in str(error):
         meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
+    elif "does not require grad" in str(error):
+        meaning = "the loss does not depend on the model: add 0 * outputs.sum() to it"
+    elif "marked as ready twice" in str(error):
+        meaning = "a checkpointed layer is used twice: checkpoint it with use_reentrant=False"
     if first_to_fail():
         traceback.print_exception(error)
         tell(meaning)

@@ -259,7 +259,8 @@ class Run:
         checkpoint, problem = self.state.checkpoint(), ""
         if self.files:
             checkpoint |= {"data": self.data | self.hashes, "config": self.config}
-            parameters = [name for name, _ in self.state.net.named_parameters()]
+            # What does not train may be a mask of infinities.
+            parameters = [n for n, p in self.state.net.named_parameters() if p.requires_grad]
             problem = self.files.write_checkpoint(checkpoint, parameters, names)
         if problem := broadcast_object(problem, self.patient):
             step = self.state.global_step
@@ -486,18 +487,18 @@ class RunFiles:
         if not self.eval_only:
             if state and self.resume_path.resolve() != (self.directory / "last.pt").resolve():
                 copy_checkpoint(self.resume_path, self.directory / "last.pt")
-            self.log.truncate(self._bytes_before(state))
+            self.log.truncate(self._bytes_before(state) if state else 0)
         if tensorboard and not self.only_reads:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = state.global_step + 1 if state else 0
             self.tensorboard = SummaryWriter(self.directory, purge_step=purge)
 
-    def _bytes_before(self, state: State | None) -> int:
+    def _bytes_before(self, state: State) -> int:
         """Return how many bytes of metrics.jsonl are of steps before this state."""
         kept = 0
         self.log.seek(0)
-        for line in self.log if state else ():
+        for line in self.log:
             try:
                 entry = json.loads(line)
                 # The evaluation of an epoch belongs to its end.

@@ -30,6 +30,8 @@ RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
 NEEDED = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 OPTIONAL = ["collate", "loss_weights", "train_metrics", "dataset_metrics", "build_optimizer"]
 OPTIONAL += ["shard_modules"]
+RANKS = "ddp", "spawn", "fsdp"  # modes with several processes
+ROOT = Path(common.__file__).resolve().parent
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 loaded: dict[Path, ModuleType] = {}  # by parse_args: a task's file is not run twice
 
@@ -62,6 +64,10 @@ def load_module(path: Path) -> ModuleType:
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
+        beside = [n for n in ("task", "common", "sampling") if Path(folder, f"{n}.py").exists()]
+        if beside and folder != str(ROOT):
+            names = ", ".join(beside)
+            print0(f"warning: {names} in {folder} cannot be imported: the project has such a file")
         name = f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -138,16 +144,20 @@ class Task:
             found = type(net).__name__
             raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
         for name, module in net.named_modules():
-            if getattr(module, "sparse", False) is True:  # DDP would spoil other gradients
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            if module.sparse:  # DDP would spoil other gradients
                 problem = f"{name} has sparse gradients, which ranks cannot average"
                 raise UsageError(f"{where}: {problem}; leave out sparse=True")
-            if args.parallel_mode != "single" and getattr(module, "max_norm", None):
+            if args.parallel_mode != "single" and module.max_norm:
                 problem = f"{name} changes its weights in each forward, on each rank others"
                 raise UsageError(f"{where}: {problem}; leave out max_norm")
         if args.sync_bn and (own := {*map(type, common.batch_norms(net))} - {*BATCH_NORMS}):
             names = ", ".join(sorted(kind.__name__ for kind in own))
             raise UsageError(f"--sync-bn would drop the code of {names}; leave it out")
-        net.to(getattr(torch, args.dtype))
+        self._refuse_hooks(net, where)
+        if args.dtype == "float64":  # else the task's own types stay: a half base, a precise clock
+            net.double()
         if args.weights:
             option = f"--weights {args.weights}"
             with of_task(option):
@@ -158,6 +168,14 @@ class Task:
         layout = torch.channels_last if args.channels_last else torch.contiguous_format
         with of_task("--channels-last"):
             return net.to(memory_format=layout)
+
+    def _refuse_hooks(self, net: nn.Module, where: str) -> None:
+        """Raise UsageError if a parameter has a hook: it would see the gradient of one rank."""
+        for name, parameter in net.named_parameters() if self.args.parallel_mode in RANKS else ():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                problem = f"{name} has a hook, which would see the gradient of one rank alone"
+                advice = "use optimizer.register_step_pre_hook, or single"
+                raise UsageError(f"{where}: {problem}; {advice}")
 
     def build_optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """Return the task's optimizer, or that of --optimizer."""
@@ -175,14 +193,15 @@ class Task:
                 found = type(optimizer).__name__
                 raise UsageError(f"{where} must return one optimizer with groups, got {found}")
             inspect.signature(optimizer.step).bind()  # raises if it needs a closure: there is none
+            if any(group["lr"] is None for group in optimizer.param_groups):
+                raise UsageError(f"{where}: lr is None; give a number, which --schedule scales")
             common.make_momentum(optimizer)
         parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {id(p) for p in net.parameters() if p.requires_grad}
         if not trained <= parts <= {id(p) for p in net.parameters()}:
             wanted = "every parameter of the model that trains, and no other; see also --freeze"
             raise UsageError(f"{where}: the groups must hold {wanted}")
-        if any(hasattr(p, "full_tensor") and p._backward_hooks for p in net.parameters()):
-            raise UsageError(f"{where}: fsdp calls no hook of a parameter; use ddp")
+        self._refuse_hooks(net, where)
         return optimizer
 
     def total_weight(self, micro_batches: list) -> int | Tensor:

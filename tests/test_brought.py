@@ -1,0 +1,75 @@
+"""What users bring with a state of its own: it is right, or a line names the way out. The task is tests/tasks/brought.py."""
+
+import pytest
+import torch
+from harness import TASKS, train
+
+ARGV = ("--task", str(TASKS / "brought.py"), *"--device cpu --batch-size 30 --epochs 1".split())
+ARGV += ("--log-every", "1", "--warmup-epochs", "0", "--schedule", "constant", "--lr", "0.1")
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["hook", "late hook"])
+def test_hook_of_a_parameter_is_refused_where_it_would_see_one_rank(mode, kind, tmp_path):
+    refused = train(mode, 2, *ARGV, "--model", kind, folder=tmp_path)
+    assert refused.code == 2 and "weight has a hook" in refused.err
+    assert refused.err.endswith("use optimizer.register_step_pre_hook, or single\n")
+    assert train("single", 1, *ARGV, "--model", kind, folder=tmp_path).code == 0
+
+
+def test_buffer_keeps_the_type_that_the_task_gave_it(tmp_path):
+    result = train("single", 1, *ARGV, "--model", "clock", folder=tmp_path)
+    assert result.code == 0, result.err
+    assert result.checkpoint()["model"]["since"].item() == 1_769_000_000.25
+
+
+def test_mask_that_does_not_train_may_be_infinite(tmp_path):
+    result = train("single", 1, *ARGV, "--model", "mask", folder=tmp_path)
+    assert result.code == 0, result.err
+
+
+def test_loss_that_changes_its_targets_leaves_the_data_set_alone(tmp_path):
+    """With loader workers it cannot reach it; without them it has to be the same run."""
+    argv = (*ARGV, "--model", "in place", "--no-check", "--epochs", "2")
+    by_hand = train("single", 1, *argv, "--workers", "0", folder=tmp_path / "0")
+    by_worker = train("single", 1, *argv, "--workers", "1", folder=tmp_path / "1")
+    assert by_hand.code == by_worker.code == 0, by_hand.err + by_worker.err
+    assert by_hand.lines[-1]["loss"] == by_worker.lines[-1]["loss"] > 0.1
+
+
+def test_rate_of_a_group_is_scaled_as_layer_decay_asks(tmp_path):
+    result = train("single", 1, *ARGV, folder=tmp_path)
+    assert result.code == 0, result.err
+    groups = result.checkpoint()["optimizer"]["param_groups"]
+    assert [group["lr"] for group in groups] == pytest.approx([0.05, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "code", "words"),
+    [
+        ("single", "no rate", 2, "lr is None; give a number"),
+        ("single", "constant", 1, "add 0 * outputs.sum() to it"),
+        ("ddp", "twice", 1, "use_reentrant=False"),
+        ("ddp", "forces", 1, "once_differentiable"),
+    ],
+)
+def test_last_line_names_the_way_out(mode, kind, code, words, tmp_path):
+    n = 2 if mode == "ddp" else 1
+    argv = (*ARGV, "--model", kind, "--no-check", "--timeout", "30")
+    result = train(mode, n, *argv, folder=tmp_path)
+    assert result.code == code and words in result.err.splitlines()[-1], result.err
+
+
+def test_worker_that_cannot_send_its_batch_does_not_hang_the_run(tmp_path):
+    argv = (*ARGV, "--model", "not to be sent", "--workers", "1", "--timeout", "3", "--no-check")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code == 1 and "timed out after 3" in result.err, result.err
+
+
+def test_file_beside_the_task_that_an_import_would_not_find_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text("from task import *\n")
+    (tmp_path / "task.py").write_text("")
+    argv = ("--task", tmp_path / "mine.py", "--epochs", "1", "--batch-size", "700")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code == 0 and f"warning: task in {tmp_path} cannot be imported" in result.out
+    assert torch.isfinite(torch.tensor(result.lines[-1]["loss"]))
