@@ -83,11 +83,10 @@ def set_up_device(
     device_type = resolve_device_type(name)
     torch.use_deterministic_algorithms(deterministic)
     cudnn.benchmark = not deterministic
+    with contextlib.suppress(RuntimeError):  # a caller may have set it by torch's newer names
+        cudnn.allow_tf32 = not deterministic  # it rounds to 10 bits in convolutions
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
-        # Convolutions would round to 10 bits. A caller may have set it by torch's newer names.
-        with contextlib.suppress(RuntimeError):
-            cudnn.allow_tf32 = False
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
@@ -225,12 +224,11 @@ def sync_buffers(net: nn.Module) -> None:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = [p.detach().view(integer[p.element_size()]) for p in net.parameters()]  # as integers
     sums = torch.stack([value.sum(dtype=torch.int64) for value in bits])
-    # One MAX gives both ends: max(~x) is ~min(x). -x would overflow at the smallest integer.
-    extremes = torch.cat([sums, ~sums])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, smallest = extremes[: len(sums)].tolist(), (~extremes[len(sums) :]).tolist()
-    names = [name for name, _ in net.named_parameters()]
-    if different := [name for name, a, b in zip(names, largest, smallest) if a != b]:
+    least, most = sums.clone(), sums.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    same = least.eq(most).tolist()
+    if different := [name for (name, _), ok in zip(net.named_parameters(), same) if not ok]:
         raise RuntimeError(
             f"parameters differ between ranks: {', '.join(different[:5])}; does torch draw them, "
             "does every forward go through the wrapper, has each checkpoint() use_reentrant=False?"
@@ -342,8 +340,7 @@ def freeze(net: nn.Module, patterns: list[str]) -> None:
         parameters[name].requires_grad_(False)
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     if frozen == len(parameters):
-        option = f"--freeze {' '.join(patterns)}"
-        raise UsageError(f"{option}: every parameter is frozen, nothing is left to train")
+        raise UsageError(f"--freeze {' '.join(patterns)}: it freezes all, and nothing trains")
     print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
 
 
@@ -401,14 +398,11 @@ def load_weights(net: nn.Module, content: Any, source: str, complete: bool = Fal
     set.
     """
 
-    def plain(name: str) -> str:
-        while name.startswith(("module.", "_orig_mod.")):
-            name = name.partition(".")[2]
-        return name
-
     own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
-    found = {str(name): value for name, value in find_weights(content).items()}
-    given = {name if name in own else plain(name): value for name, value in found.items()}
+    given = {}
+    for name, value in find_weights(content).items():
+        plain = str(name).replace("_orig_mod.", "").removeprefix("module.")
+        given[name if name in own else plain] = value
     shapes = {name: getattr(value, "shape", None) for name, value in given.items()}
     fits = {name: given[name] for name in own if shapes.get(name) == own[name].shape}
     if not fits:
@@ -445,12 +439,10 @@ def build_optimizer(
     no fused SGD for sharded parameters: there SGD takes a few operations over all of them.
     """
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise UsageError("the model: every parameter is frozen, nothing is left to train")
     if name == "adamw":
         betas = momentum, 0.999
         return torch.optim.AdamW(parameters, lr, betas, weight_decay=weight_decay, fused=True)
-    fused = not hasattr(parameters[0], "full_tensor")
+    fused = not any(hasattr(parameter, "full_tensor") for parameter in parameters)
     options = {"weight_decay": weight_decay, "nesterov": nesterov}
     optimizer = torch.optim.SGD(parameters, lr, momentum, **options, fused=fused, foreach=not fused)
     make_momentum(optimizer)
@@ -606,14 +598,12 @@ class StepGuard(torch.amp.GradScaler):
             torch._foreach_copy_(buffers, [p.view_as(b) for p, b in zip(parts, buffers)])
 
     def state_dict(self) -> dict[str, Any]:
-        counts = {"skipped": self.skipped.item(), "in_a_row": self.in_a_row.item()}
-        return {**super().state_dict(), **counts, "fp16": self.fp16}
+        return {**super().state_dict(), "in_a_row": self.in_a_row.item(), "fp16": self.fp16}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore scale and counts, after the network: its statistics are kept."""
+        """Restore scale and `in_a_row`, after the network: its statistics are kept."""
         if self.fp16 == state["fp16"]:  # else --amp is another one now
             super().load_state_dict(state)
-        self.skipped.fill_(state["skipped"])
         self.in_a_row.fill_(state["in_a_row"])
         self.keep_statistics()
 
@@ -1011,7 +1001,4 @@ def load_checkpoint(path: Path, verify: bool = True) -> dict[str, Any]:
     checkpoint = read_tensors(path, "--resume", verify)
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
         raise UsageError(f"--resume {path}: not a checkpoint of this program (format {FORMAT})")
-    position = [checkpoint.get(name) for name in ("epoch", "step", "global_step")]
-    if not all(type(number) is int and number >= 0 for number in position):
-        raise UsageError(f"--resume {path}: epoch, step and global step {position} are no position")
     return checkpoint

@@ -17,7 +17,6 @@ import os
 import random
 import signal
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,19 +189,17 @@ class KeyedDataset(Dataset):
     def _batch(self, epoch: int, indices: list[int]) -> Any:
         if self.whole_batches and max(indices) < len(self.dataset):  # no sample is repeated
             KeyedDataset.key = splitmix64(self.seed, epoch, 0)
-            try:  # a copy: a data set may write its next batch into the same memory
+            with contextlib.suppress(OSError):  # read below one by one, which names the broken one
+                # A copy: a data set may write its next batch into the same memory.
                 return tree_map(torch.clone, self.dataset.__getitems__(indices))
-            except Exception as error:
-                batch = self._one_by_one(epoch, indices)  # names a broken one, or replaces it
-                if isinstance(error, OSError):
-                    return batch
-                raise
         return self._one_by_one(epoch, indices)
 
     def _one_by_one(self, epoch: int, indices: list[int]) -> Any:
         samples = [self._first_readable(epoch, number) for number in indices]
+        if not self.collate:
+            return default_collate(samples)  # stacks tensors
         # Copies: a loss may change its targets, and a collate may pass on what the data set keeps.
-        return tree_map(torch.clone, self.collate(samples)) if self.collate else stack(samples)
+        return tree_map(torch.clone, self.collate(samples))
 
     def _first_readable(self, epoch: int, first: int) -> Any:
         for number in range(first, first + len(self.dataset)):
@@ -221,15 +218,6 @@ class KeyedDataset(Dataset):
                     raise RuntimeError(f"{problem}; {advice}") from None
             print(f"{problem}; the next one takes its place", file=sys.stderr, flush=True)
         raise RuntimeError("no sample can be read")
-
-
-def stack(samples: list) -> Any:
-    """Make a batch of samples by torch's default_collate, which stacks tensors of one size."""
-    try:
-        return default_collate(samples)
-    except (RuntimeError, TypeError) as error:
-        advice = "a function collate(samples) -> (inputs, targets) of your own can join them"
-        raise RuntimeError(f"{error}; {advice}") from error
 
 
 def build_loader(
@@ -266,7 +254,7 @@ def build_loader(
     options: dict[str, Any] = {"pin_memory": device.type != "cpu" and on_host}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
-        options |= {"worker_init_fn": leave_signals_to_parent, "timeout": timeout}
+        options |= {"worker_init_fn": leave_signals_to_parent, "timeout": min(timeout, 1e6)}
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
@@ -278,12 +266,9 @@ def start_workers(loader: DataLoader) -> None:
     """Start the workers of a loader, and have them end when this process exits."""
     sampler = loader.batch_sampler
     steps, sampler.steps = sampler.steps, ()  # the iterator starts the workers, and fetches nothing
-    processes = iter(loader)._workers  # private in torch, tested with 2.8 to 2.14
+    iter(loader)  # the loader keeps it
     sampler.steps = steps
-    # At exit Python would end them by SIGTERM, which they ignore, and wait for ever. Weak
-    # references, as a notebook's next run must not keep these workers, nor their pipes.
-    known = [weakref.ref(process) for process in processes]
-    multiprocessing.util.Finalize(None, _kill, (known,), exitpriority=100)
+    multiprocessing.util.Finalize(None, kill_workers, exitpriority=100)
 
 
 def leave_signals_to_parent(*_: int) -> None:
@@ -293,20 +278,24 @@ def leave_signals_to_parent(*_: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
-    if os.getppid() != multiprocessing.parent_process().pid:
-        os._exit(1)  # it was killed before. is_alive() asks a pipe that other workers hold open
+    end_with_parent(signal.SIGKILL, multiprocessing.parent_process().pid)
 
 
-def end_with_parent(number: int) -> None:
-    """Have the system send this signal when the parent dies. Source: man 2 prctl."""
+def end_with_parent(number: int, parent: int | None = None) -> None:
+    """Have the system send this signal when the parent dies. Source: man 2 prctl.
+
+    If `parent` is the number of the parent, and it is dead already, end at once.
+    """
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    if parent not in (None, os.getppid()):
+        os._exit(1)
 
 
-def _kill(processes: list[weakref.ref[multiprocessing.Process]]) -> None:
+def kill_workers() -> None:
+    """At exit Python would end loader workers by SIGTERM, which they ignore, and wait for ever."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or the loader complains
-    for known in processes:
-        if process := known():
+    for process in multiprocessing.active_children():
+        if process.daemon:
             process.kill()
 
 

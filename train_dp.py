@@ -73,9 +73,9 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
-    loading = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
-    train_loader = build_loader(train_set, train_sampler, device, *loading)
-    val_loader = build_loader(val_set, val_sampler, device, *loading)
+    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
+    train_loader = build_loader(train_set, train_sampler, device, *loader_options)
+    val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(net)

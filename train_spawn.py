@@ -79,9 +79,9 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
-    loading = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
-    train_loader = build_loader(train_set, train_sampler, device, *loading)
-    val_loader = build_loader(val_set, val_sampler, device, *loading)
+    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
+    train_loader = build_loader(train_set, train_sampler, device, *loader_options)
+    val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     group = {"rank": rank, "world_size": world_size, "timeout": timeout(args.timeout)}

@@ -102,22 +102,22 @@ def values_of(
     args, n = task.args, len(indices)
     samples = f"for samples {str(indices[:3])[1:-1]}{', ...' * (n > 3)} of the {kind} set"
     where = f"--task {task.path}, {samples}"
-    with task.calls(f"__getitem__ or collate, {samples}"):
+    with task.errors_of(f"__getitem__ or collate, {samples}"):
         inputs, targets = common.to_device(fetch(keyed, indices, where), device)
     if args.parallel_mode == "dp":
         check_dp((inputs, targets), where, n)
     seed_rng(args.seed, -3, draw)
     with common.autocast(device, args.amp):
-        with task.calls(f"the forward of the model, {samples}"):
+        with task.errors_of(f"the forward of the model, {samples}"):
             outputs = net(inputs)
-        with task.calls(f"per_sample_loss or loss_weights, {samples}"):
+        with task.errors_of(f"per_sample_loss or loss_weights, {samples}"):
             losses = task.per_sample_loss(outputs, targets)
             found = {"loss": task.weigh(losses, targets)}
             common.Meter(device).add(**found)  # raises if it is not one number per sample
             if len(losses) != n:
                 raise UsageError(f"{where}: per_sample_loss returned {len(losses)} numbers for {n}")
         if kind == "evaluation":
-            with task.calls(f"per_sample_metrics, {samples}"):
+            with task.errors_of(f"per_sample_metrics, {samples}"):
                 metrics = task.per_sample_metrics(outputs, targets)
                 if not metrics or RESERVED & metrics.keys():
                     wanted = f"at least one metric, and none named {', '.join(sorted(RESERVED))}"
@@ -163,14 +163,14 @@ def compare_halves(
     loss that asks for the samples of all ranks.
     """
 
-    def values(part: list[int], draw: int = 0) -> dict[str, Tensor]:
+    def run_part(part: list[int], draw: int = 0) -> dict[str, Tensor]:
         return values_of(task, net, device, keyed, part, "evaluation", draw)
 
     if task.args.parallel_mode == "dp" and common.gather_samples.used:
         raise UsageError(f"--task {task.path}: dp cannot gather_samples; use ddp or spawn")
     half = len(indices) // 2
-    whole, other_draw = values(indices), values(indices, draw=1)
-    halves = [values(part) for part in (indices[:half], indices[half:]) if part]
+    whole, other_draw = run_part(indices), run_part(indices, draw=1)
+    halves = [run_part(part) for part in (indices[:half], indices[half:]) if part]
     if not half or common.gather_samples.used or not whole["loss"].equal(other_draw["loss"]):
         return
     rough = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump

@@ -222,7 +222,7 @@ headlines.append("run")
 option("--best", filled, "NAME[:min]", None,
        "what decides best.pt: a metric (default: the first), whose highest value is best; with "
        ":min, as mae:min, or as loss, the lowest")
-option("--seed", number(int, 0, 2**32 - 1), "N", 0,
+option("--seed", number(int, 0, 2**63 - 1), "N", 0,
        "of initial weights, order, augmentation, dropout")
 option("--save-every", positive, "STEPS", None,
        "write last.pt this often, not only after each epoch")
@@ -405,8 +405,7 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise UsageError("--tensorboard needs the package tensorboard: pip install tensorboard")
     if args.amp != "off" and args.dtype == "float64":
-        problem = f"--amp {args.amp} is half precision and --dtype float64 double"
-        raise UsageError(f"{problem}; use --amp off")
+        raise UsageError(f"--amp {args.amp} is half precision; use --amp off, or --dtype float32")
     if schedule == "step" and not marks:
         raise UsageError("--schedule step needs --step-epochs, when the rate drops, as 15 25")
     if marks and schedule not in USE_MARKS:
@@ -417,19 +416,14 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
     if args.grad_compress != "none" and mode not in ("ddp", "spawn"):
         advice = "use ddp or spawn, or --grad-compress none"
         raise UsageError(f"--grad-compress {args.grad_compress} belongs to DDP; {advice}")
-    if mode == "dp":
-        if args.compile:
-            problem = "--compile cannot follow the copies of nn.DataParallel"
-            raise UsageError(f"{problem}; use ddp, or --no-compile")
-        if args.sync_bn:
-            problem = "--sync-bn: nn.DataParallel cannot synchronise BatchNorm"
-            raise UsageError(f"{problem}; use ddp, or --no-sync-bn")
-    if mode == "fsdp":
-        if args.amp == "fp16":
-            raise UsageError("--amp fp16 is not tested with sharded gradients; use --amp bf16")
-        if args.channels_last:
-            problem = "--channels-last: torch shards contiguous parameters alone"
-            raise UsageError(f"{problem}; use --no-channels-last")
+    if mode == "dp" and args.compile:
+        raise UsageError("--compile does not follow nn.DataParallel; use ddp, or --no-compile")
+    if mode == "dp" and args.sync_bn:
+        raise UsageError("--sync-bn does not work in nn.DataParallel; use ddp, or --no-sync-bn")
+    if mode == "fsdp" and args.amp == "fp16":
+        raise UsageError("--amp fp16 is not tested with sharded gradients; use --amp bf16")
+    if mode == "fsdp" and args.channels_last:
+        raise UsageError("--channels-last: fsdp cannot shard it; use --no-channels-last")
 
 
 def check_files(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common import print0, tree_map
-from machinery.process import error_on_all
+from machinery.process import bad_input
 from sampling import KeyedDataset
 
 
@@ -81,6 +81,6 @@ def check_agreement(
             other = theirs.get(name, "unknown")
             if first != other:
                 found = f"{first} on rank 0, but {other} on rank {rank}"
-                raise error_on_all(f"{name} is {found}; all nodes need the same")
+                raise bad_input(f"{name} is {found}; all nodes need the same")
         if their_hashes != ranks[0][1]:
             print0(f"warning: rank {rank} reads other samples than rank 0: are the files the same?")

@@ -138,9 +138,7 @@ def run_worker(
     local_rank: int, worker: Callable[..., int], args: Namespace, *arguments: Any
 ) -> NoReturn:
     """Be one spawned process."""
-    end_with_parent(signal.SIGKILL)
-    if not mp.parent_process().is_alive():
-        os._exit(1)  # it was killed before
+    end_with_parent(signal.SIGKILL, mp.parent_process().pid)
     rank = args.node_rank * args.nproc + local_rank
     ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": args.nproc}
     os.environ.update({name: str(value) for name, value in ranks.items()})
@@ -172,7 +170,7 @@ def main() -> int:
     mode, devices, argv = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
     sys.argv[0] = script = f"train_{mode}.py"
     args = parse_args(mode, argv, devices)
-    argv += ["--output-dir", args.output_dir]  # its default has the number of this process
+    argv += ["--output-dir", args.output_dir]  # its default is another one in each process
     os.environ["LAUNCH_PID"] = str(os.getpid())
     with tempfile.TemporaryDirectory() as directory:
         stay_on_this_machine()

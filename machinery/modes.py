@@ -5,6 +5,8 @@ With the CPU versions the tests prove all modes on any machine.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,8 +145,12 @@ def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Cut the parameters of each of the modules, and then all others, among the ranks.
+def shard(
+    net: nn.Module, choose: Callable[[nn.Module], list[nn.Module]] | None, mesh: DeviceMesh
+) -> None:
+    """Cut the parameters of each chosen module, and then all others, among the ranks.
+
+    `choose(net)` names the modules; by default it is `large_modules`.
 
     Before the forward and the backward of a module the ranks collect its parameters, and forget
     them afterwards. They travel in their own type: with --amp bf16 autocast rounds them, as in DDP.
@@ -154,7 +160,7 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
     refuse_lists(net)
     common.sync_buffers(net)  # DDP does it by itself
-    for module in modules:
+    for module in (choose or large_modules)(net):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     # What is left is small, and the backward begins with it: it is kept after the forward.
     fully_shard(net, mesh=mesh, reshard_after_forward=False)
@@ -165,6 +171,31 @@ def shard(net: nn.Module, modules: list[nn.Module], mesh: DeviceMesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
     if mesh.device_type != "cpu":
         wait_for_gathers(net, mesh)
+
+
+LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they have no forward
+
+
+def large_modules(net: nn.Module) -> list[nn.Module]:
+    """Return the parts of the network that fsdp shards each for itself.
+
+    From the top down, a module with a list of blocks (Sequential, ModuleList, ...) and more than an
+    eighth of all parameters is replaced by its children. Left out are weights with two names, and
+    modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
+    """
+    eighth = sum(parameter.numel() for parameter in net.parameters()) / 8
+    uses = Counter(id(p) for _, p in net.named_parameters(remove_duplicate=False))
+    found, parts = [], [*net.children()]
+    while parts:
+        part = parts.pop(0)
+        own = [*part.parameters()]
+        blocks = any(isinstance(module, (*LISTS, nn.Sequential)) for module in part.modules())
+        too_large = blocks and sum(p.numel() for p in own) > eighth
+        if too_large or isinstance(part, LISTS) or any(uses[id(p)] > 1 for p in own):
+            parts = [*part.children(), *parts]
+        elif any(p.dim() > 1 for p in own):
+            found.append(part)
+    return found
 
 
 def refuse_lists(net: nn.Module) -> None:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import fcntl
 import functools
 import os
 import re
 import signal
 import socket
-import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -46,7 +44,7 @@ class TaskError(UsageError):
     """What a file of the user raised before the run. Its cause has the traceback."""
 
 
-def error_on_all(message: str) -> Exception:
+def bad_input(message: str) -> Exception:
     """Return the error for bad input that every rank raises together."""
     return Stopped(2, f"error: {message}") if dist.is_initialized() else UsageError(message)
 
@@ -128,9 +126,7 @@ def follow_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, maybe within a rank of run.sh
         os.environ.pop("LAUNCH_PID", None)
         os.environ.pop("LAUNCH_RENDEZVOUS_FILE", None)
-    end_with_parent(signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("LAUNCH_PID", os.getppid())):
-        os._exit(1)  # the launcher was killed before
+    end_with_parent(signal.SIGKILL, int(os.environ.get("LAUNCH_PID", os.getppid())))
 
 
 def init_method() -> str:
@@ -185,35 +181,22 @@ def stay_on_this_machine() -> None:
 
 
 def use_interface_to(host: str) -> None:
-    """Let gloo talk over the interface that leads to `host`.
+    """Let gloo talk over the interface that leads to `host`, by the system's table of IPv4 routes.
 
     By itself gloo takes the address of the machine's own name, which is often a loopback.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with contextlib.suppress(OSError, UnicodeError):  # the ranks will say that there is no way
-        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing
-            name = interface_with(probe.getsockname()[0])
-        if name and name != "lo":
-            os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def interface_with(address: str) -> str | None:
-    """Return the name of the network interface that has this address."""
-    if ":" in address:  # IPv6
-        digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, netdevice(7)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+        packed = socket.inet_aton(socket.gethostbyname(host))
+        address, narrowest = int.from_bytes(packed, sys.byteorder), -1
+        if packed[0] == 127:
+            return  # this machine
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            name, network, *_, mask = line.split()[:8]
+            bits = int(mask, 16)
+            if address & bits == int(network, 16) and bits.bit_count() > narrowest:
+                narrowest, os.environ["GLOO_SOCKET_IFNAME"] = bits.bit_count(), name
 
 
 # --------------------------------------------------------------------------------------- exit codes
@@ -264,7 +247,7 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     if reason and os.environ.get("LOCAL_RANK", "0") == "0":
         tell(f"{reason} (exit code {code})")
     if hard_exit:
-        ignore_signals()
+        atexit._run_exitfuncs()  # of the task and its libraries
         leave(code)
     return code
 
@@ -276,10 +259,6 @@ def fail(error: BaseException) -> NoReturn:
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     elif "find_unused_parameters=True" in str(error):
         meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
-    elif "does not require grad" in str(error):
-        meaning = "the loss does not depend on the model: add 0 * outputs.sum() to it"
-    elif "marked as ready twice" in str(error):
-        meaning = "a checkpointed layer is used twice: checkpoint it with use_reentrant=False"
     if first_to_fail():
         traceback.print_exception(error)
         tell(meaning)

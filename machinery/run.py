@@ -37,7 +37,7 @@ from common import (
 )
 from machinery.cli import check_directory, declared
 from machinery.identity import check_agreement, fingerprint, identity
-from machinery.process import Stopped, error_on_all
+from machinery.process import Stopped, bad_input
 from machinery.signals import SIGNALS, StopSignal
 from machinery.usertask import of_task
 from sampling import GlobalBatchSampler
@@ -132,7 +132,7 @@ class Run:
             dist.all_gather_object(problems, problem, group=self.patient)
         for rank, problem in enumerate(problems):
             if problem:
-                raise error_on_all(f"{problem} (rank {rank})" if rank else problem)
+                raise bad_input(f"{problem} (rank {rank})" if rank else problem)
         state = self.state
         state.best = state.best if best_goes_on else None
         if not self.args.eval_only:  # --batch-size may be another, and so the steps of an epoch
@@ -168,9 +168,9 @@ class Run:
             try:
                 result = function()
             except OSError as problem:
-                error = error_on_all(f"--output-dir {self.directory}: {problem}")
+                error = bad_input(f"--output-dir {self.directory}: {problem}")
             except UsageError as problem:
-                error = error_on_all(str(problem))
+                error = bad_input(str(problem))
         result, error = broadcast_object((result, error), self.patient)
         if error:
             raise error
@@ -223,7 +223,7 @@ class Run:
         best = self.args.best or known[0]
         name, lowest = best.removesuffix(":min"), best == "loss" or best.endswith(":min")
         if name not in known:
-            raise error_on_all(f"--best {best}: no such metric; use one of {', '.join(known)}")
+            raise bad_input(f"--best {best}: no such metric; use one of {', '.join(known)}")
         self.log.eval_line(metrics)
         names = []
         if self._improves(metrics[name], lowest):
@@ -259,8 +259,7 @@ class Run:
         checkpoint, problem = self.state.checkpoint(), ""
         if self.files:
             checkpoint |= {"data": self.data | self.hashes, "config": self.config}
-            # What does not train may be a mask of infinities.
-            parameters = [n for n, p in self.state.net.named_parameters() if p.requires_grad]
+            parameters = [name for name, _ in self.state.net.named_parameters()]
             problem = self.files.write_checkpoint(checkpoint, parameters, names)
         if problem := broadcast_object(problem, self.patient):
             step = self.state.global_step
@@ -380,8 +379,7 @@ class Log:
         self.began, self.waited = now, 0.0
         self.meter.clear()
         state.scaler.skipped.zero_()
-        reason = "a gradient was not finite"
-        warning = f"  skipped {skipped} steps: {reason}" if skipped else ""
+        warning = f"  skipped {skipped} steps: a gradient was not finite" if skipped else ""
         values = "  ".join(f"{name} {mean:.6f}" for name, mean in means.items() if name != "count")
         speed = f"{line['samples_per_s']:.0f} samples/s  data {line['data_wait']:.0%}"
         text = f"{values}  lr {line['lr']:.5g}  {speed}{warning}"

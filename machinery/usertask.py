@@ -9,7 +9,6 @@ import inspect
 import os
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -92,8 +91,8 @@ class Task:
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
         self.per_sample_loss = self.functions["per_sample_loss"]
         self.per_sample_metrics = self.functions["per_sample_metrics"]
-        self.shard_modules = self.functions.get("shard_modules", large_modules)
-        # Both are None if the task has no such function.
+        # These are None if the task has no such function.
+        self.shard_modules = self.functions.get("shard_modules")
         self.collate = self.functions.get("collate")
         self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
 
@@ -110,7 +109,7 @@ class Task:
                     raise UsageError(f"--task {self.path}: {problem}")
         return functools.partial(function, **known)
 
-    def calls(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def errors_of(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return the context that names this function and its file in what the block raises."""
         return of_task(f"--task {self.path}: {name}")
 
@@ -118,7 +117,7 @@ class Task:
         """Return the training and the evaluation set; what they draw is the same on all ranks."""
         seed_generators(splitmix64(self.args.seed, -4))  # other numbers than those of the model
         before = open_files()
-        with self.calls("build_datasets"):
+        with self.errors_of("build_datasets"):
             train_set, val_set = self.functions["build_datasets"](self.args)
             if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
                 advice = "it needs __len__ and __getitem__, which finds a record by its number"
@@ -165,9 +164,7 @@ class Task:
                 load_weights(net, content, option, complete=args.eval_only)
         if args.freeze:
             freeze(net, args.freeze)
-        layout = torch.channels_last if args.channels_last else torch.contiguous_format
-        with of_task("--channels-last"):
-            return net.to(memory_format=layout)
+        return net.to(memory_format=torch.channels_last) if args.channels_last else net
 
     def _refuse_hooks(self, net: nn.Module, where: str) -> None:
         """Raise UsageError if a parameter has a hook: it would see the gradient of one rank."""
@@ -238,28 +235,3 @@ class Task:
         if taken := ", ".join(sorted(RESERVED & found.keys())):
             raise ValueError(f"dataset_metrics: the log itself uses the name {taken}")
         return found
-
-
-LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they have no forward
-
-
-def large_modules(net: nn.Module) -> list[nn.Module]:
-    """Return the parts of the network that fsdp shards each for itself.
-
-    From the top down, a module with a list of blocks (Sequential, ModuleList, ...) and more than an
-    eighth of all parameters is replaced by its children. Left out are weights with two names, and
-    modules of vectors alone: torch warns that a norm returns a view, which must not be changed.
-    """
-    eighth = sum(parameter.numel() for parameter in net.parameters()) / 8
-    uses = Counter(id(p) for _, p in net.named_parameters(remove_duplicate=False))
-    found, parts = [], [*net.children()]
-    while parts:
-        part = parts.pop(0)
-        own = [*part.parameters()]
-        blocks = any(isinstance(module, (*LISTS, nn.Sequential)) for module in part.modules())
-        too_large = blocks and sum(p.numel() for p in own) > eighth
-        if too_large or isinstance(part, LISTS) or any(uses[id(p)] > 1 for p in own):
-            parts = [*part.children(), *parts]
-        elif any(p.dim() > 1 for p in own):
-            found.append(part)
-    return found

@@ -198,12 +198,10 @@ def read_image(path: str) -> Tensor:
         return decode_jpeg(read_file(path), mode="RGB")  # twice as fast as PIL
     try:
         with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):  # grey, in more than 8 bits or in floats
-                values = np.asarray(image)  # the largest one tells what is white
-                white = next((w for w in (1, 255, 4095, 65535) if values.max() <= w), None)
-                if white is None or not values.min() >= 0:
-                    raise ValueError(f"{values.min()} to {values.max()}: no range of grey values")
-                image = Image.fromarray((values * (255 / white)).round().astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError("32 bits: nothing tells what is white; save it in 8 or 16 bits")
+            if image.mode.startswith("I;16"):  # grey, 65535 is white
+                image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
             return v2.functional.pil_to_tensor(image.convert("RGB"))
     except Exception as error:  # PIL raises almost anything
         raise OSError(f"{path}: {error}") from None

@@ -169,7 +169,7 @@ def shares_of(size):
     net = six_layers()
     total = sum(parameter.numel() for parameter in net.parameters())
     mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), size)
-    machinery.modes.shard(net, machinery.usertask.large_modules(net), mesh)
+    machinery.modes.shard(net, None, mesh)
     own = sum(parameter.to_local().numel() for parameter in net.parameters())
     print(own / total)
 
@@ -206,31 +206,29 @@ def test_each_rank_holds_its_share():
         assert max(shares) <= 1.04 * copies / n and sum(shares) == pytest.approx(copies)
 
 
+def no_module(net):
+    return []
+
+
 def shard_marked():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[0].weight.no_decay = net[1].bias.no_decay = True
     mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.modes.shard(net, [net[0]], mesh)
+    machinery.modes.shard(net, lambda net: [net[0]], mesh)
     marked = [name for name, value in net.named_parameters() if hasattr(value, "no_decay")]
     assert marked == ["0.weight", "1.bias"] and hasattr(net[0].weight, "full_tensor")
-    net = nn.Linear(4, 4)
-    net.bias.register_hook(lambda gradient: 2 * gradient)
-    with pytest.raises(
-        common.UsageError, match="bias has a hook, which would see the gradient of one rank"
-    ):
-        machinery.modes.shard(net, [], mesh)
 
 
 def shard_listed():
     mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
     net, values = nn.LSTM(4, 4).double(), torch.randn(3, 2, 4, dtype=torch.float64)
     wanted = net(values)[0]  # it has a list of its weights, and keeps it up to date
-    machinery.modes.shard(net, [], mesh)
+    machinery.modes.shard(net, no_module, mesh)
     assert wanted.std() > 0 and torch.allclose(net(values)[0], wanted, rtol=1e-12)
     net = nn.LSTM(4, 4)
     net.own = {"first": [net.weight_hh_l0]}  # nothing would train them
     with pytest.raises(common.UsageError, match="list or dict of the model holds weight_hh_l0"):
-        machinery.modes.shard(net, [], mesh)
+        machinery.modes.shard(net, no_module, mesh)
 
 
 def shard_unlike():
@@ -238,12 +236,12 @@ def shard_unlike():
     mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
     net = nn.BatchNorm1d(4)
     net.running_mean.fill_(torch.distributed.get_rank() + 1)
-    machinery.modes.shard(net, [], mesh)
+    machinery.modes.shard(net, no_module, mesh)
     assert net.running_mean.tolist() == [1] * 4, "of rank 0, as DDP does"
     net = nn.Linear(4, 4)
     net.bias.data.fill_(torch.distributed.get_rank())
     with pytest.raises(RuntimeError, match="parameters differ between ranks: bias"):
-        machinery.modes.shard(net, [], mesh)
+        machinery.modes.shard(net, no_module, mesh)
 
 
 def test_ranks_shard_the_same_network():
@@ -266,18 +264,18 @@ def test_parts_that_are_sharded_each_for_itself():
     large, small, norm = nn.Linear(100, 60), nn.Linear(2, 2), nn.LayerNorm(300)
     few = [nn.Linear(20, 20), nn.Linear(20, 20)]
     net = nn.Sequential(nn.ModuleList(blocks), nn.ModuleList(few), tied, other, large, small, norm)
-    assert machinery.usertask.large_modules(net) == [*blocks, *few, large, small], (
+    assert machinery.modes.large_modules(net) == [*blocks, *few, large, small], (
         "no list, which has no forward; not what shares a weight; no norm"
     )
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     wrapper = nn.Module()
     wrapper.encoder = nn.TransformerEncoder(layer, 2)
-    assert machinery.usertask.large_modules(wrapper) == [*wrapper.encoder.layers], (
+    assert machinery.modes.large_modules(wrapper) == [*wrapper.encoder.layers], (
         "a layer reads the weights of its parts without calling them"
     )
-    assert machinery.usertask.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
+    assert machinery.modes.large_modules(nn.Linear(3, 3)) == [], "the rest is the root's"
     wrapper.first = wrapper.encoder.layers[0]
-    assert machinery.usertask.large_modules(wrapper) == [wrapper.encoder.layers[1]], (
+    assert machinery.modes.large_modules(wrapper) == [wrapper.encoder.layers[1]], (
         "what has two names would be sharded twice"
     )
 
@@ -301,7 +299,7 @@ def print_calls():
 
     net = six_layers()
     mesh = machinery.modes.mesh_of_ranks(torch.device("cpu"), None)
-    machinery.modes.shard(net, machinery.usertask.large_modules(net), mesh)
+    machinery.modes.shard(net, None, mesh)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     guard = common.StepGuard("off", torch.device("cpu"), net)
 

@@ -143,7 +143,7 @@ def bare_step(mode: str, run: Run, inputs: Any, targets: Any) -> Callable[[], No
     task = Task(args)
     if mode == "fsdp":  # a sharded network cannot be copied
         net = task.build_net().to(run.device)
-        shard(net, task.shard_modules(net), mesh_of_ranks(run.device, args.shard_size))
+        shard(net, task.shard_modules, mesh_of_ranks(run.device, args.shard_size))
     else:
         net = copy.deepcopy(run.state.net)
     lr = run.state.optimizer.param_groups[0]["lr"]

@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import backend, set_up_device
 from machinery.modes import mesh_of_ranks, shard
 from machinery.process import stay_on_this_machine
-from machinery.usertask import large_modules
 
 LAYERS, WIDTH, STEPS = 25, 1024, 3
 MIB = 2**20
@@ -59,7 +58,7 @@ def rank(index: int, mode: str, n: int, folder: str) -> None:
     if mode == "ddp":
         model = nn.parallel.DistributedDataParallel(net.to(device), gradient_as_bucket_view=True)
     else:
-        shard(net, large_modules(net), mesh_of_ranks(device, None))
+        shard(net, None, mesh_of_ranks(device, None))
     built = peak_bytes(device) - before
     optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
     inputs = torch.randn(4, WIDTH, device=device)

@@ -1,10 +1,9 @@
-"""The tiny digits with something that users bring, named by `--model`: a hook, a type, a mask, a loss, an optimizer."""
+"""The tiny digits with something that users bring, named by `--model`: a hook, a type, a loss, an optimizer."""
 
 import tiny
 import torch
 from tiny import add_options
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, default_collate
 
 import common
@@ -47,20 +46,13 @@ class Brought(nn.Module):
         self.net = net
         if KIND == "hook":
             net.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        if KIND == "twice":
-            self.layer = nn.Linear(10, 10)
         if KIND == "clock":
             self.register_buffer("since", torch.tensor(1_769_000_000.25, dtype=torch.float64))
-        if KIND == "mask":
-            self.mask = nn.Parameter(torch.full((3,), -torch.inf), requires_grad=False)
 
     def forward(self, images):
         outputs = self.net(images)
-        if KIND == "twice":
-            once = checkpoint(self.layer, outputs, use_reentrant=True)
-            return checkpoint(self.layer, once, use_reentrant=True)
         if KIND == "forces" and torch.is_grad_enabled():
-            everything, first = common.gather_samples(outputs)
+            everything, _ = common.gather_samples(outputs)
             (force,) = torch.autograd.grad(everything.square().sum(), outputs, create_graph=True)
             return outputs + force
         return outputs
@@ -78,8 +70,6 @@ def per_sample_loss(outputs, targets):
     if KIND == "in place" and torch.is_grad_enabled():
         for label in targets:
             label.fill_((label + 1) % 10)
-    if KIND == "constant" and torch.is_grad_enabled():
-        return torch.zeros(len(labels))
     return losses
 
 
