@@ -23,7 +23,6 @@ import common
 import machinery.check
 import machinery.process
 import machinery.usertask
-import sampling
 
 # 203 training samples in batches of 30: 6 steps an epoch, 18 in all; neither 4 ranks nor 4 micro-batches divide a batch
 BASE = (
@@ -63,18 +62,6 @@ def printed(out, name):
     ]
 
 
-def print_batches(rank):
-    """Print `batch [epoch, rank, indices]` for everything that is trained on."""
-    iterate = sampling.GlobalBatchSampler.__iter__
-
-    def watched(self):
-        for epoch, slices in iterate(self):
-            print("batch", json.dumps([epoch, rank, [i for indices in slices for i in indices]]))
-            yield epoch, slices
-
-    sampling.GlobalBatchSampler.__iter__ = watched
-
-
 def after_step(step, action):
     """Call `action()` in this process after its optimizer step number `step`, from 1."""
     steps = itertools.count(1)
@@ -111,16 +98,16 @@ def change_training_loss(change, rank):
     wrap_in_task("per_sample_loss", per_sample_loss)
 
 
-def on_rank_1(change, call, rank=None):
+def on_rank_1(change, call):
     """Let `change(losses)` replace the losses of rank 1 in one step of the training, counted from 0.
 
-    Without `rank`, to be used before ranks are forked, it asks at the time.
+    It asks for the rank at the time: this is called before ranks are forked.
     """
 
     def changed(losses, k):
         return change(losses) if k == call and dist.get_rank() == 1 else losses
 
-    change_training_loss(changed, rank)
+    change_training_loss(changed, None)
 
 
 def set_environment(values, rank):

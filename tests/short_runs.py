@@ -1,4 +1,4 @@
-"""Command lines of short runs that several test files start, and the modes that they start them in."""
+"""Command lines of short runs that several test files start."""
 
 from harness import TASKS
 
@@ -8,8 +8,6 @@ EVERYTHING = [
     str(TASKS / "everything.py"),
     *"--dtype float64 --epochs 3 --batch-size 30 --log-every 4".split(),
 ]
-MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 2)]
 ODD = ("--task", str(TASKS / "odd.py"), "--dtype", "float64", "--batch-size", "30", "--epochs", "3")
 ODD += ("--lr", "0.05", "--log-every", "1", "--warmup-epochs", "0.5")
-ODD_MODES = [("single", 1), ("dp", 2), ("ddp", 2), ("spawn", 3)]
 NOISE = (*ODD, "--model", "conv+noise")

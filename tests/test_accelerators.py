@@ -183,7 +183,7 @@ sys.exit(run_main(main, hard_exit=sys.argv[2] == "fsdp"))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mode", "code"), [("ddp", 0), ("fsdp", 0), ("fsdp", 143)])
+@pytest.mark.parametrize(("mode", "code"), [("ddp", 0), ("fsdp", 143)])
 def test_rank_of_shards_ends_before_the_last_clean_up_of_python(mode, code):
     """A device mesh stays alive in caches of DTensor: the threads of its groups run on to the end."""
     command = [sys.executable, "-c", LAST_CLEAN_UP, str(code), mode]

@@ -16,7 +16,6 @@ import pytest
 import torch
 from harness import ROOT, make_args, optimizer_of
 from launches import marked, read, wait_for_end
-from PIL import Image
 
 import common
 import machinery.process
@@ -200,29 +199,6 @@ def test_rows_of_programs_by_hand():
     of = {"workload": "digitnet", "mode": "ddp", "devices": 2}
     *_, line = peers.report([of | plain]).splitlines()
     assert line == "| digitnet | ddp 2 | plain | 2.00 | 2.00 | 0.50 | 200.0 | 1.50 | 0.50 |"
-
-
-GIVEN = """
-import given
-_, data, net = given.given()
-print(len(data), sum(parameter.numel() for parameter in net.parameters()))
-"""
-
-
-@pytest.mark.full
-def test_peers_train_on_the_data_and_the_network_of_each_workload(tmp_path):
-    for name in ("train/a/1", "train/a/2", "train/b/3", "val/a/4", "val/b/5"):
-        path = tmp_path / f"{name}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(path)
-    data = f"--data-dir {tmp_path}"
-    for name, samples, parameters in (("digitnet", 1437, 66_682), ("imagefolder", 3, 11_177_538)):
-        options = f"{bench.WORKLOADS[name]} {data if name == 'imagefolder' else ''}".split()
-        command = [sys.executable, "-c", GIVEN, *options]
-        options = {"cwd": ROOT / "tools" / "peers", "capture_output": True, "text": True}
-        finished = subprocess.run(command, timeout=120, **options)
-        assert finished.returncode == 0, finished.stderr
-        assert finished.stdout.split()[-2:] == [str(samples), str(parameters)]
 
 
 def test_peer_that_is_not_installed_is_named_with_its_command(monkeypatch):

@@ -16,21 +16,6 @@ import machinery.run
 pytestmark = pytest.mark.usefixtures("handlers")
 
 
-@pytest.mark.full
-def test_best_and_kept_checkpoints(tmp_path):
-    result = train("single", 1, *SMALL, "--keep-every", "2", folder=tmp_path)
-    names = {"metrics.jsonl", "last.pt", "best.pt", "epoch-0002.pt", "epoch-0004.pt"}
-    assert {path.name for path in result.folder.iterdir()} == names
-    scores = [line["top1"] for line in result.eval_lines()]
-    best = result.checkpoint("best.pt")
-    epoch = scores.index(max(scores)) + 1
-    assert best["best"] == (max(scores), epoch) and best["epoch"] == epoch
-    argv = (*SMALL, "--eval-only", "--resume", result.folder / "best.pt")
-    evaluated = train("single", 1, *argv, folder=tmp_path / "eval")
-    assert evaluated.code == 0, evaluated.err
-    assert evaluated.eval_lines()[-1]["top1"] == max(scores)
-
-
 def decide_scores(scores, rank):
     end_epoch = machinery.run.Run.end_epoch
     machinery.run.Run.end_epoch = lambda run, metrics: end_epoch(

@@ -318,7 +318,8 @@ def test_docs_name_for_every_pitfall_the_code_that_avoids_it_and_its_test():
     assert len(rows) == PAGES["pitfalls.md"].count("\n| ") - 1, "all but the head"
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     own = {number for number, *_, test in rows if not test}
-    assert own == {*re.findall(r"^def test_pitfall_(\d\d)_", tests, re.MULTILINE)}
+    shown = {*re.findall(r"^def test_pitfall_(\d\d)_", tests, re.MULTILINE)}
+    assert own <= shown <= {number for number, *_ in rows}
     for number, _, how, where, test in rows:
         assert f"\ndef {test}(" in tests or not test, f"{number}: there is no {test}"
         names = ("run.sh", "machinery/cli.py", "common.py", "machinery/launch.py")

@@ -69,7 +69,6 @@ def assert_only_this_machine_can_reach(launch):
 @pytest.mark.parametrize(
     ("mode", "workers", "number"),
     [
-        pytest.param("single", 0, signal.SIGTERM.value, marks=pytest.mark.full),
         ("ddp", 2, signal.SIGUSR1.value),
         pytest.param("spawn", 2, signal.SIGINT.value, marks=pytest.mark.full),
     ],

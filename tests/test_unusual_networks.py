@@ -90,13 +90,6 @@ def test_network_that_cannot_work_is_refused(mode, options, message):
         check(mode, 2, *OWN, "--model", *options.split())
 
 
-def test_network_that_no_checkpoint_could_give_back_is_refused(tmp_path):
-    result = train("single", 1, *OWN, "--model", "unreadable", folder=tmp_path)
-    problem = "a checkpoint of this model or optimizer could not be loaded: UnpicklingError"
-    assert result.code == 2 and problem in result.err, result.err
-    assert not [*result.folder.glob("*.pt*")] and not result.lines
-
-
 CHANGES = """
 import random
 import numpy, torch

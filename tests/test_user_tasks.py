@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from harness import TASKS, check, compare, deviation, make_args, run_processes, train
-from patches import checked, stop_after
+from patches import checked
 from short_runs import ODD
 
 import common
@@ -351,17 +351,6 @@ def test_data_set_with_a_generator_of_its_own_is_refused(tmp_path):
     check("single", 1, *argv)
 
 
-@pytest.mark.full
-def test_optimizer_of_a_task_resumes(groups, tmp_path):
-    straight = train("ddp", 2, *groups, folder=tmp_path / "straight").checkpoint()
-    folder = tmp_path / "resumed"
-    stopped = train("ddp", 2, *groups, folder=folder, patch=functools.partial(stop_after, 8))
-    assert stopped.code == 143, stopped.err
-    resumed = train("ddp", 2, *groups, "--resume", "auto", folder=folder)
-    assert resumed.code == 0, resumed.err
-    assert deviation(resumed.checkpoint()["model"], straight["model"]) == 0
-
-
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -408,48 +397,6 @@ def test_what_no_run_could_load_comes_into_no_checkpoint(mode, n, optimizer, gro
 
 
 # ------------------------------------------------------------------- metrics of the whole data set
-
-WHOLE = """
-import numpy, torch
-from sklearn.metrics import f1_score
-from small import build_datasets, build_model, per_sample_loss
-def per_sample_metrics(outputs, targets):
-    hits = (outputs.argmax(1) == targets).double()
-    guesses = torch.stack([outputs.argmax(1), targets], 1)
-    return {"top1": hits, "margin": outputs.double().amax(1).tolist(), "guess": list(guesses)}
-def dataset_metrics(outputs):
-    guessed, labels = torch.stack(outputs["guess"]).T
-    macro_f1 = f1_score(labels, guessed, average="macro", labels=range(10), zero_division=0)
-    place = numpy.arange(1, len(labels) + 1)
-    ordered = float((place * numpy.array(outputs["margin"])).sum())
-    return {"macro_f1": macro_f1, "ordered": ordered}
-"""
-
-
-@pytest.fixture
-def whole(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(TASKS))
-    (tmp_path / "whole.py").write_text(WHOLE)
-    argv = ("--task", tmp_path / "whole.py", "--dtype", "float64", "--batch-size", "30")
-    return (*argv, "--epochs", "2", "--log-every", "4", "--eval-batch-size", "5")
-
-
-@pytest.mark.full
-def test_metrics_of_the_whole_set_are_bitwise_the_same_in_every_mode(whole, tmp_path):
-    """57 samples in 12 batches: no world size divides them."""
-    single = train("single", 1, *whole, "--best", "macro_f1", folder=tmp_path / "single")
-    assert single.code == 0, single.err
-    lines = [{k: line[k] for k in ("top1", "macro_f1", "ordered")} for line in single.eval_lines()]
-    assert 0.02 < lines[0]["macro_f1"] < lines[1]["macro_f1"] < 1 and lines[0]["ordered"] > 100
-    assert lines[1]["macro_f1"] != lines[1]["top1"]
-    assert single.checkpoint("best.pt")["best"][0] == lines[1]["macro_f1"]
-    options = (*whole, "--eval-only", "--resume", single.folder / "best.pt", "--best", "macro_f1")
-    for mode, n in (("dp", 3), ("ddp", 3)):
-        result = train(mode, n, *options, folder=tmp_path / f"{mode}{n}")
-        assert result.code == 0, result.err
-        (line,) = result.eval_lines()
-        assert {key: line[key] for key in lines[1]} == lines[1], (mode, n)
-
 
 DRAWS = """
 import torch

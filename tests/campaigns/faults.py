@@ -2,7 +2,7 @@
 
 A trial starts `bash run.sh MODE N ...`, inflicts one fault at a random instant, looks at how the run ends, and starts the same command line
 again. It must leave what an undisturbed run leaves: last.pt and best.pt bitwise, and every line of metrics.jsonl once; the means of the
-first line after the resume are of the steps since then. A damaged last.pt must be refused by its name; then the same is asked of a run that goes on from best.pt. If a trial is lost, the program ends with exit
+first line after the resume are of the steps since then. If a trial is lost, the program ends with exit
 code 1 and keeps its folder.
 """
 
@@ -133,31 +133,6 @@ def kill_in_save(trial: Trial, launch: Launch) -> bool:
     return hit
 
 
-def kill_and_damage(trial: Trial, launch: Launch) -> bool:
-    """Kill the run at an instant at which it has a best.pt to go on from too, and damage last.pt."""
-    while not (trial.output / "best.pt").exists():
-        alive = launch.alive_at(time.monotonic() - launch.start + 0.05)
-        expect(alive, "the run ended without a best.pt")
-    begin = time.monotonic() - launch.start
-    trial.instant = begin + trial.fraction * (trial.reference.seconds - begin)
-    signal_all(signal.SIGKILL, trial, launch)
-
-    def change() -> None:
-        path = trial.output / "last.pt"
-        trial.resumed_at = position(path)
-        path.write_bytes(damaged(trial.rng, path.read_bytes()))
-
-    trial.repairs.callback(change)
-    return True
-
-
-def damaged(rng: random.Random, content: bytes) -> bytes:
-    """Cut the end off, or flip a bit, which may do no harm."""
-    place = rng.randrange(len(content))
-    flipped = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)])
-    return rng.choice([content[:place], flipped + content[place + 1 :]])
-
-
 def in_the_task(trial: Trial, launch: Launch) -> bool:
     """tests/tasks/faulty.py does it."""
     launch.process.wait(LIMIT)
@@ -176,21 +151,6 @@ def fill_disk(trial: Trial, launch: Launch) -> bool:
     with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
         while True:
             file.write(bytes(1024))
-    return hit
-
-
-def start_second_run(trial: Trial, launch: Launch) -> bool:
-    """The first run, which has begun, is halted meanwhile, or it would be over before the second has started."""
-    hit = trial.watch.count(b".pt.tmp", launch, 1) and trial.comes(launch)
-    if hit:
-        send(launch.processes(), signal.SIGSTOP)
-        # If the run is over, it perhaps no longer holds the lock.
-        over = (load(trial.output / "last.pt") or {}).get("epoch") == EPOCHS
-        with trial.start("second") as second:
-            code = second.end(LIMIT)
-            send(launch.processes(), signal.SIGCONT)
-            refused = code == 2 and "another run is writing there" in second.errors()
-            expect(over or refused, f"exit code {code} of the second: {second.errors()}")
     return hit
 
 
@@ -217,7 +177,6 @@ class Fault(NamedTuple):
     prepare: Callable[[Trial], None] = lambda trial: None
     workers: int | None = None  # None: drawn
     options: list[str] = DIGITS
-    damages: bool = False  # last.pt, which the next launch refuses, unless it did no harm
 
 
 def sent(name: str, target: str, inflict: Callable, codes: set[int], *more: Any) -> Fault:
@@ -253,8 +212,6 @@ FAULTS = [
     Fault("SIGKILL to a loader worker", kill_worker, FAILURE, DEAD_WORKER, workers=2),
     Fault("NaN input, then an end", kill_or_stop, {137, 143}, task="NaN input", always=True),
     Fault("full disk", fill_disk, FAILURE, "No space left", prepare=mount),
-    Fault("last.pt damaged", kill_and_damage, {137}, damages=True),
-    Fault("a second run in the folder", start_second_run, {0}, prepare=watch),
 ]
 
 
@@ -302,10 +259,10 @@ class Trial:
         once = {} if self.fault.always else {"FAULT_ONCE": str(self.folder / "once")}
         return {"FAULT": self.fault.task, "FAULT_AT": self.place, **once}
 
-    def start(self, name: str, mode: str = "", *more: str) -> Launch:
+    def start(self, name: str, mode: str = "") -> Launch:
         own = ["--workers", str(self.workers), "--output-dir", str(self.output)]
         place = self.folder / name, mode or self.mode, self.n
-        return self.campaign.launch(*place, [*self.options, *own, *more], self.environment())
+        return self.campaign.launch(*place, [*self.options, *own], self.environment())
 
     def run(self) -> str:
         """Return what became of it: survived, or after the end."""
@@ -316,27 +273,12 @@ class Trial:
             self.fault.prepare(self)
             with self.repairs:
                 late = self.disturb()
-            other = self.other_checkpoint()
-            if not self.fault.damages:
-                self.resumed_at = position(self.output / "last.pt")
-            with self.start("resume", self.resume_mode, *other) as launch:
+            self.resumed_at = position(self.output / "last.pt")
+            with self.start("resume", self.resume_mode) as launch:
                 code = launch.end(LIMIT)
                 expect(code == 0, f"exit code {code} of the resumed run")
             self.compare()
         return "after the end" if late else "survived"
-
-    def other_checkpoint(self) -> list[str]:
-        """Start the run with a damaged last.pt; return the option by which the user goes on if that is refused."""
-        if not self.fault.damages:
-            return []
-        with self.start("damaged") as launch:
-            code, errors = launch.end(LIMIT), launch.errors()
-        expect(code in (0, 2), f"exit code {code} with a damaged last.pt")
-        if code == 0:  # which `compare` will not believe
-            return []
-        named = f"{self.output / 'last.pt'}: damaged" in errors and "Traceback" not in errors
-        expect(named, "the damaged file is not named")
-        return ["--resume", str(self.output / "best.pt")]
 
     def comes(self, launch: Launch) -> bool:
         """Wait for the trial's instant; return whether the launch still runs then."""

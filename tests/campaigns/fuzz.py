@@ -7,7 +7,7 @@ interruption, and a mode and world size to resume in. These must hold:
 |---|---|
 | mode | every mode computes what one device computes, in float64 to 1e-9 |
 | resume | a resumed run is the undisturbed one: bitwise, or in another mode to 1e-8 |
-| log | metrics.jsonl has every line once, in order, and counts the skipped steps; the means of the first line after a resume are of the steps since then |
+| log | metrics.jsonl has every line once, in order; the means of the first line after a resume are of the steps since then |
 | eval | `--eval-only` of a checkpoint gives the line that the run has logged |
 | end | exit code 0, nothing unexpected on stderr, no file is left |
 | state | last.pt and best.pt are what the log says |
@@ -60,7 +60,6 @@ DDP = ("ddp", "spawn")  # modes that compute the same bits
 CYCLES = ("cyclic", "sawtooth")
 ONE_DEVICE, OTHER_MODE = 1e-9, 1e-8  # largest deviations that pass
 STOPPED = r"\S+: stopped by SIG\w+ after saving step \d+( \(exit code \d+\))?"
-NONE_UNUSED = r".*Warning: find_unused_parameters=True was specified .*, but did not find any .*"
 NOTHING = {"kind": "nothing", "place": "step", "at": 0, "rank": 0}  # interrupts
 Sabotage = Callable[[int], None] | None  # called with the rank in each process of a run
 
@@ -188,7 +187,7 @@ OPTIONS: dict[str, Drawer | str] = {
     "--dtype": always("float64"),
     "--sync-bn": sometimes(0.25),
     "--grad-compress": "it rounds; tools/equivalence.py measures how much",
-    "--find-unused-parameters": sometimes(0.1),
+    "--find-unused-parameters": "tools/equivalence.py tries it",
     "--timeout": always("60"),
     "--local-rank": "old launchers give it, and nothing reads it",
     "--shard-size": sometimes(0.3, "1", "2", "3"),
@@ -230,8 +229,6 @@ def draw(seed: int, number: int) -> Trial:
     trial.interruption = draw_interruption(rng)
     shares = {"mode": 0.6, "resume": 0.7, "eval": 0.6}
     trial.checks = tuple(name for name, share in shares.items() if rng.random() < share)
-    if rng.random() < 0.15:
-        trial.task["nan_index"] = rng.randrange(trial.part("train"))
     return constrain(trial)
 
 
@@ -240,16 +237,13 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
     shares = {
         "data": (0.2, ["drawn"]),
         "augment": (0.6, [True]),
-        "wrap": (0.3, ["subset", "concat", "own"]),
         "inputs": (0.35, ["dict", "namedtuple"]),
         "norm": (0.65, norms),
         "dropout": (0.2, [0.2]),
         "heads": (0.3, [2, 3]),
         "tied": (0.25, [True]),
-        "unused": (0.2, ["never", "rarely"]),
         "frozen": (0.15, [True]),
-        "eval_noise": (0.15, ["model", "metric"]),
-        "metric": (0.4, ["accuracy", "nan"]),
+        "metric": (0.4, ["accuracy"]),
         "whole": (0.25, [True]),
         "ragged": (0.2, [True]),
         "weights": (0.25, [True]),
@@ -260,8 +254,6 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
         chosen = rng.choice(choices)
         if rng.random() < share:
             task[name] = chosen
-    if rng.random() < 0.6:
-        task["buffers"] = sorted(rng.sample(fuzzed.BUFFERS, rng.randint(1, 4)))
     return task
 
 
@@ -277,17 +269,10 @@ def draw_interruption(rng: random.Random) -> dict[str, Any] | None:
 def constrain(trial: Trial) -> Trial:
     """Change what would make the command line or the comparison invalid."""
     given, task = trial.options, trial.task
-    modes = [trial.place, trial.resume]
 
     # The data set
-    if trial.part("wrap") in ("subset", "concat"):
-        given.pop("--balanced", None)  # these wrappers have no `targets`
-    if trial.part("inputs") != "tensor" and trial.part("wrap") not in ("", "own"):
-        given.pop("--balanced", None)
     if trial.part("data") == "drawn":
         task.pop("augment", None)
-    if trial.part("nan_index") is not None:
-        given.pop("--balanced", None)  # would draw the NaN, a class of its own, in most steps
 
     # The optimizer
     sgd = trial.value("--optimizer", "sgd") == "sgd"
@@ -313,16 +298,12 @@ def constrain(trial: Trial) -> Trial:
     shards = [n for mode, n in (trial.place, trial.resume, trial.evaluate) if mode == "fsdp"]
     if shards:
         given.pop("--channels-last", None)
-        if trial.part("unused") == "rarely":  # torch waits for the gradient that a rank lacks
-            task["unused"] = "never"
     if not shards or any(n % int(trial.value("--shard-size", "1")) for n in shards):
         given.pop("--shard-size", None)
     if not may_resume(trial):
         trial.resume = trial.place
     if trial.evaluate[0] == "dp" and "--sync-bn" in given:
         trial.evaluate = ("single", 1)
-    if trial.part("unused") and any(mode in DDP for mode, _ in [*modes, trial.resume]):
-        given["--find-unused-parameters"] = []
     devices = max(n for _, n in [trial.place, trial.resume, trial.evaluate])
     least = devices * int(trial.value("--accum-steps", "1"))
     if int(trial.value("--batch-size")) < least:
@@ -418,7 +399,6 @@ class Runs:
         """Raise Violation if an invariant does not hold."""
         trial = self.trial
         self.write_files()
-        self.bad_steps = self.skipped_steps()
         undisturbed = self.run("undisturbed", trial.mode, trial.n, trial.argv(), check=True)
         self.expect_end(undisturbed)
         self.expect_log(undisturbed.folder)
@@ -476,27 +456,6 @@ class Runs:
 
     # Each of the invariants
 
-    def skipped_steps(self) -> dict[tuple[int, int], str]:
-        """Return why each (epoch, step), step from 1, is skipped: "NaN", or without "weights"."""
-        trial = self.trial
-        if trial.part("nan_index") is None and not trial.part("weights"):
-            return {}
-        argv = of_mode("single", trial.argv(sync_bn=None, find_unused_parameters=None))
-        args = machinery.cli.parse_args("single", [*argv, "--task", str(self.task)])
-        train = fuzzed.make_task(trial.task)["build_datasets"](args)[0]
-        labels = [int(train[index][1].flatten()[0]) for index in range(len(train))]
-        bad, sampler = {}, harness.sampler_of(args, train)
-        for epoch in range(trial.epochs):
-            sampler.set_position(epoch, 0)
-            for step, (_, micro_batches) in enumerate(sampler):
-                # A sample that --balanced draws again has a higher number.
-                drawn = [labels[n % len(train)] for numbers in micro_batches for n in numbers]
-                if any(label & fuzzed.NAN_LOSS for label in drawn):
-                    bad[epoch, step + 1] = "NaN"
-                elif trial.part("weights") and not any(fuzzed.weight_of(d) for d in drawn):
-                    bad[epoch, step + 1] = "weights"
-        return bad
-
     def expect_end(
         self,
         result: harness.Result,
@@ -504,13 +463,11 @@ class Runs:
         declared: tuple[str, ...] = (),
     ) -> None:
         expect(result.code in codes, "end", f"exit code {result.code}: {last_lines(result.err)}")
-        if "--find-unused-parameters" in self.trial.options:  # torch tells when it was not needed
-            declared += (NONE_UNUSED,)
         pattern = "|".join(declared) or "nothing"
         strange = [line for line in result.err.splitlines() if not re.fullmatch(pattern, line)]
         expect(not strange, "end", f"unexpected on stderr: {' | '.join(strange[:3])}")
 
-    def expect_log(self, folder: Path, complete: bool = True, resumed_at: int = 0) -> None:
+    def expect_log(self, folder: Path, complete: bool = True) -> None:
         """Every line once, in order, with what must stand in it."""
         trial, steps = self.trial, self.trial.steps
         every = int(trial.value("--log-every", "50"))
@@ -526,27 +483,18 @@ class Runs:
         found = [tuple(line.get(place) for place in places) for line in lines]
         wanted = wanted if complete else wanted[: len(found)]
         expect(found == wanted, "log", f"lines {found} instead of {wanted}")
-        before = 0
+        weights = trial.part("weights")
+        _, labels = fuzzed.make_images(trial.part("held_out"), seed=2)
+        empty = weights and not fuzzed.weight_of(labels).any()
         for line in lines:
             where = f"{line['event']} line at step {line['global_step']}"
-            if line["event"] == "eval":
-                count, wanted_count = line["count"], trial.part("held_out")
-                expect(count == wanted_count, "log", f"{where}: count {count}")
-                _, labels = fuzzed.make_images(wanted_count, seed=2)
-                empty = trial.part("weights") and not fuzzed.weight_of(labels).any()
-                expect((line["loss"] is None) == empty, "log", f"{where}: loss {line['loss']}")
-                nan, error = trial.part("metric") == "nan", line["minus_error"]
-                expect((error is None) == nan, "log", f"{where}: minus_error {error}")
-                continue
-            window = range(before, line["global_step"])
-            places = [divmod(number, steps) for number in window]
-            bad = [self.bad_steps.get((epoch, step + 1)) for epoch, step in places]
-            number, before = len(bad) - bad.count(None), line["global_step"]
-            expect(line["skipped"] == number, "log", f"{where}: skipped {line['skipped']}: {bad}")
-            if window[0] < resumed_at < before:  # the means are of the steps since then
-                bad = bad[resumed_at - window[0] :]
-            nothing = "NaN" in bad or bad.count("weights") == len(bad)
-            expect((line["loss"] is None) == nothing, "log", f"{where}: loss {line['loss']}")
+            lacks = line["loss"] is None
+            if line["event"] == "train":
+                expect(line["skipped"] == 0, "log", f"{where}: skipped {line['skipped']}")
+                expect(weights or not lacks, "log", f"{where}: no loss")  # steps without a weight
+            else:
+                expect(line["count"] == len(labels), "log", f"{where}: count {line['count']}")
+                expect(lacks == empty, "log", f"{where}: loss {line['loss']}")
 
     def expect_state(self, folder: Path) -> None:
         """The files are those of a whole run, and agree with its log."""
@@ -581,12 +529,11 @@ class Runs:
         factor = {"linear": trial.n, "sqrt": math.sqrt(trial.n)}.get(trial.value("--scale-lr"), 1)
         changes["lr"] = [repr(float(trial.value("--lr")) * factor)]
         cut = None
-        forward_counts = "counter" in trial.part("buffers") or bool(trial.part("eval_noise"))
         if trial.cut_matters and "--sync-bn" in trial.options and trial.n > 1:
             return
         if trial.mode == "single":
             batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
-            if trial.cut_matters or batch_norm or forward_counts or trial.part("gather"):
+            if trial.cut_matters or batch_norm or trial.part("gather"):
                 return
             if "--accum-steps" not in trial.options:
                 return
@@ -619,7 +566,7 @@ class Runs:
             argv = [*trial.argv(), *argv]
         resumed = run("resumed", *trial.resume, argv)
         self.expect_end(resumed)
-        self.expect_log(output, resumed_at=resumed_at)
+        self.expect_log(output)
         self.expect_state(output)
         tolerance = 0 if same_numbers(trial) else OTHER_MODE
         self.expect_same(output, undisturbed.folder, tolerance, "resume", resumed_at)

@@ -16,14 +16,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, default_collate, random_split
+from torch.utils.data import Dataset, default_collate
 
 import common
 from tasks.images import ImagesInMemory
 
 CLASSES, SIZE, WIDTH = 4, 6, 12
-NAN_LOSS, NAN_METRIC = 8, 16  # added to the class of a sample; the loss and the metrics read them
-BIG = 2**24 + 1  # the first whole number that float32 cannot hold
 
 # Every key of a specification, with the value of the simplest task. Shrinking goes back to these.
 DEFAULTS: dict[str, Any] = {
@@ -31,24 +29,18 @@ DEFAULTS: dict[str, Any] = {
     "held_out": 11,
     "data": "images",  # the shipped data set in memory; or "drawn": own randomness in __getitem__
     "augment": False,
-    "wrap": "",  # subset, concat, own
     "inputs": "tensor",  # dict, namedtuple
     "ragged": False,  # a target is a list of one to three labels, which a function collate joins
     "weights": False,  # the losses of a step are divided by weights, of which some are zero
     "gather": False,  # the loss compares the samples of all ranks
-    "nan_index": None,  # the training sample whose loss is NaN
     "norm": "",  # batch, batch_mean, instance_tracked, layer
     "dropout": 0.0,
     "heads": 1,
     "tied": False,
-    "unused": "",  # never, rarely
     "frozen": False,
-    "buffers": [],  # see `add_buffers`
-    "eval_noise": "",  # model, metric: draws random numbers in evaluation
-    "metric": "negative",  # accuracy, nan
+    "metric": "negative",  # accuracy
     "whole": False,  # also a metric of the whole evaluation set, which depends on its order
 }
-BUFFERS = ["bool", "int64", "counter", "infinite", "hidden_infinite", "empty"]
 
 Pair = namedtuple("Pair", "image, extra")
 
@@ -74,9 +66,7 @@ class Own(Dataset):
     """A user's class around a data set: it knows nothing of epochs or of whole batches."""
 
     def __init__(self, inner: Dataset) -> None:
-        self.inner = inner
-        if hasattr(inner, "targets"):
-            self.targets = inner.targets
+        self.inner, self.targets = inner, inner.targets
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -130,41 +120,11 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return ((0.6 * patterns[labels] + 0.4 * noise) * 255).to(torch.uint8), labels
 
 
-def build_train(spec: dict[str, Any]) -> Dataset:
-    """Return the training set: the base, then the wrapper, then the class that nests the inputs."""
-    spare = 3 if spec["wrap"] == "subset" else 0  # samples that it leaves out
-    images, labels = make_images(spec["train"] + spare, seed=1)
-    if spec["nan_index"] is not None:
-        labels[spec["nan_index"]] += NAN_LOSS
-
-    def base(part: slice) -> Dataset:
-        if spec["data"] == "drawn":
-            return Drawn(images[part], labels[part])
-        augment = {"shift": 1, "flip": True} if spec["augment"] else {}
-        return ImagesInMemory(images[part], labels[part], **augment)
-
-    if spec["wrap"] == "concat":
-        half = spec["train"] // 2
-        dataset: Dataset = ConcatDataset([base(slice(0, half)), base(slice(half, None))])
-    else:
-        dataset = base(slice(None))
-    if spec["wrap"] == "subset":
-        generator = torch.Generator().manual_seed(5)
-        dataset = random_split(dataset, [spec["train"], spare], generator=generator)[0]
-    elif spec["wrap"] == "own":
-        dataset = Own(dataset)
-    if spec["inputs"] == "tensor":
-        return dataset
-    nested = NestedBatches if getattr(dataset, "whole_batches", False) else Nested
-    return nested(dataset, spec["inputs"])
-
-
-def build_held_out(spec: dict[str, Any]) -> Dataset:
-    images, labels = make_images(spec["held_out"], seed=2)
-    if spec["metric"] == "nan":
-        labels[len(labels) // 2] += NAN_METRIC
+def build_set(spec: dict[str, Any], count: int, seed: int, **augment: Any) -> Dataset:
+    """Return a data set, in the class that nests its inputs."""
+    images, labels = make_images(count, seed)
     drawn = spec["data"] == "drawn"
-    dataset = Drawn(images, labels) if drawn else ImagesInMemory(images, labels)
+    dataset = Drawn(images, labels) if drawn else ImagesInMemory(images, labels, **augment)
     if spec["inputs"] == "tensor":
         return dataset
     return (Nested if drawn else NestedBatches)(dataset, spec["inputs"])
@@ -181,21 +141,6 @@ def build_norm(name: str) -> nn.Module:
     if name == "instance_tracked":
         return nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
     return nn.LayerNorm([4, SIZE, SIZE]) if name else nn.Identity()
-
-
-def add_buffers(net: nn.Module, names: list[str]) -> None:
-    """Register buffers; all but `counter` must keep their values, whatever is done to the model."""
-    mask = torch.full((4, 4), -torch.inf).triu(1)
-    values = {
-        "bool": torch.tensor([True, False, True]),
-        "int64": torch.tensor([BIG, -BIG, 2**53 + 1, 3]),
-        "counter": torch.tensor(BIG),
-        "infinite": mask,
-        "hidden_infinite": mask.clone(),
-        "empty": torch.empty(0, 3),
-    }
-    for name in names:
-        net.register_buffer(f"buffer_{name}", values[name], persistent="hidden" not in name)
 
 
 class Net(nn.Module):
@@ -215,14 +160,9 @@ class Net(nn.Module):
         if spec["tied"]:
             self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.decoder.weight = self.encoder.weight
-        if spec["unused"]:
-            self.never = nn.Linear(3, 3)
-        if spec["unused"] == "rarely":
-            self.rarely = nn.Linear(WIDTH, WIDTH)
         self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(spec["heads"]))
         if spec["frozen"]:
             self.body.bias.requires_grad_(False)
-        add_buffers(self, spec["buffers"])
 
     def forward(self, inputs: Any) -> Any:
         image, pixels = inputs, None
@@ -237,24 +177,8 @@ class Net(nn.Module):
         value = self.drop(torch.tanh(value))
         if self.spec["tied"]:
             value = value + torch.tanh(self.decoder(torch.tanh(self.encoder(value))))
-        if self.spec["unused"] == "rarely":  # some ranks do not use it, and in some steps none does
-            chosen = (image.flatten(1)[:, 0] > 170).nonzero().flatten()
-            if len(chosen):
-                value = value.index_add(0, chosen, torch.tanh(self.rarely(value[chosen])).to(value))
-        for name in ("buffer_infinite", "buffer_hidden_infinite"):
-            if hasattr(self, name):
-                value = self.attend(value, getattr(self, name))
-        if self.training and hasattr(self, "buffer_counter"):
-            self.buffer_counter += 1
-        if not self.training and self.spec["eval_noise"] == "model":
-            value = value + 0.1 * torch.randn_like(value)
         first, *others = (head(value) for head in self.heads)
         return {"first": first, "others": tuple(others)} if others else first
-
-    def attend(self, value: Tensor, mask: Tensor) -> Tensor:
-        tokens = value.view(-1, 4, WIDTH // 4)
-        weights = torch.softmax(tokens @ tokens.transpose(1, 2) + mask.to(tokens.dtype), dim=2)
-        return value + (weights @ tokens).flatten(1)
 
 
 # ----------------------------------------------------------------------------------------- task
@@ -277,7 +201,7 @@ def times_of(targets: Any) -> Tensor:
 
 def weight_of(label: Any) -> Any:
     """Return the weight of a label: 0, 1, 2, 0 for the four classes."""
-    return label % CLASSES % 3
+    return label % 3
 
 
 def logits_of(outputs: Any) -> list[Tensor]:
@@ -290,7 +214,8 @@ def make_task(changes: dict[str, Any]) -> dict[str, Callable]:
     spec = {**DEFAULTS, **changes}
 
     def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
-        both = build_train(spec), build_held_out(spec)
+        augment = {"shift": 1, "flip": True} if spec["augment"] else {}
+        both = build_set(spec, spec["train"], 1, **augment), build_set(spec, spec["held_out"], 2)
         return tuple(map(Ragged, both)) if spec["ragged"] else both
 
     def build_model(args: Namespace) -> nn.Module:
@@ -302,24 +227,18 @@ def make_task(changes: dict[str, Any]) -> dict[str, Callable]:
     def per_sample_loss(outputs: Any, targets: Any) -> Tensor:
         losses, times, targets = 0, times_of(targets), labels_of(targets)
         for logits in logits_of(outputs):
-            losses = losses + F.cross_entropy(logits, targets % CLASSES, reduction="none")
+            losses = losses + F.cross_entropy(logits, targets, reduction="none")
         if spec["gather"]:
             every, _ = common.gather_samples(logits_of(outputs)[0])
             distances = (logits_of(outputs)[0][:, None] - every).square().mean((1, 2))
             losses = losses + 0.1 * distances
-        losses = losses * (times * weight_of(targets) if spec["weights"] else times)
-        return losses * torch.where(targets & NAN_LOSS > 0, float("nan"), 1.0)
+        return losses * (times * weight_of(targets) if spec["weights"] else times)
 
     def per_sample_metrics(outputs: Any, targets: Any) -> dict[str, Any]:
         times, targets = times_of(targets), labels_of(targets)
-        labels, logits = targets % CLASSES, logits_of(outputs)[0].double()
-        error = (logits.softmax(1) - F.one_hot(labels, CLASSES)).square().sum(1)
-        # Not in training, where each rank draws its own numbers, as for its dropout masks.
-        if spec["eval_noise"] == "metric" and not logits_of(outputs)[0].requires_grad:
-            error = error + 0.1 * torch.rand(len(error), dtype=error.dtype)
-        hits = (logits.argmax(1) == labels).float()
-        if spec["metric"] == "nan":
-            error = torch.where(targets & NAN_METRIC > 0, float("nan"), error)
+        logits = logits_of(outputs)[0].double()
+        error = (logits.softmax(1) - F.one_hot(targets, CLASSES)).square().sum(1)
+        hits = (logits.argmax(1) == targets).float()
         found = {"minus_error": -error, "top1": (hits * times, times) if spec["ragged"] else hits}
         found = dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
         shares = {"share": logits.softmax(1).amax(1).tolist()}

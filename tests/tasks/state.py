@@ -88,11 +88,6 @@ class Counts(Layer):
         self.calls = state["calls"]
 
 
-class Unreadable(Counts):
-    def get_extra_state(self):
-        return type(self)
-
-
 class OwnNorm(nn.BatchNorm1d):
     def forward(self, value):
         return super().forward(value).relu()
@@ -148,7 +143,6 @@ KINDS = {
     "renewed": Renewed,
     "teacher": Teacher,
     "counts": Counts,
-    "unreadable": Unreadable,
     "norm": lambda: OwnNorm(32),
     "parameters": Parameters,
 }
