@@ -12,6 +12,7 @@ import tarfile
 
 import numpy as np
 import pytest
+import torch
 from harness import ROOT, deviation, run_processes, train
 from patches import checked
 
@@ -76,6 +77,17 @@ def distance(state, other):
         for name, value in state.items()
         if value.is_floating_point()
     )
+
+
+def test_auc_counts_a_tie_as_half(folder):
+    """Compared with a count over all pairs; most scores are tied."""
+    sys.path.insert(0, str(folder))
+    auc = runpy.run_path(str(folder / "auc.py"))["dataset_metrics"]
+    score, label = torch.randint(4, (300,)).tolist(), torch.randint(2, (300,)).tolist()
+    pairs = [
+        (a > b) + (a == b) / 2 for a, i in zip(score, label) for b, j in zip(score, label) if i > j
+    ]
+    assert auc({"score": score, "label": label})["auc"] == pytest.approx(np.mean(pairs), rel=1e-12)
 
 
 NORMED = "import vectors\nfrom vectors import *\ndef build_model(args):\n"

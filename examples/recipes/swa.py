@@ -1,7 +1,9 @@
 """Stochastic weight averaging: `python examples/recipes/swa.py`, after a run of vectors.py with
 
---schedule sawtooth --step-epochs 5 --keep-every 5 --output-dir runs/mine, which keeps a checkpoint
-at each low rate. Evaluate the average by --eval-only --weights runs/mine/swa.pt.
+--schedule sawtooth --step-epochs 5 --warmup-epochs 0 --keep-every 5 --output-dir runs/mine
+
+It averages the checkpoints of the low rates. Evaluate them by --eval-only --weights
+runs/mine/swa.pt.
 """
 
 import argparse
