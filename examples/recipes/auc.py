@@ -13,7 +13,7 @@ def dataset_metrics(lists):
     """By the ranks of the scores (Mann and Whitney); equal scores share the mean of their ranks."""
     score, positive = torch.tensor(lists["score"]).double(), torch.tensor(lists["label"]) == 1
     _, place, size = score.unique(return_inverse=True, return_counts=True)
-    ranks = (size.cumsum(0) - (size - 1) / 2)[place]  # from 1
-    n = positive.sum()
+    ranks = (size.cumsum(0) - (size - 1).double() / 2)[place]  # from 1
+    n = positive.sum().double()
     wins = ranks[positive].sum() - n * (n + 1) / 2  # of a positive over a negative
     return {"auc": (wins / (n * (len(ranks) - n))).item()}
