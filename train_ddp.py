@@ -14,7 +14,8 @@ from common import State, set_up_device
 from machinery.check import check_run
 from machinery.cli import parse_args, schedule_options
 from machinery.modes import convert_sync_batchnorm
-from machinery.process import init_method, run_main, timeout
+from machinery.process import run_main
+from machinery.rendezvous import init_method, timeout
 from machinery.run import Run
 from machinery.usertask import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng

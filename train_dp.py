@@ -12,7 +12,8 @@ from common import State, set_up_device
 from machinery.check import check_run
 from machinery.cli import parse_args, schedule_options
 from machinery.modes import WithLoss, data_parallel
-from machinery.process import leaves_no_trace, run_main
+from machinery.notebook import leaves_no_trace
+from machinery.process import run_main
 from machinery.run import Run
 from machinery.usertask import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng

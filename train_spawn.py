@@ -15,7 +15,9 @@ from machinery.check import check_run
 from machinery.cli import parse_args, schedule_options
 from machinery.launch import run_worker, wait_for, workers_meet_at
 from machinery.modes import convert_sync_batchnorm
-from machinery.process import leaves_no_trace, run_main, timeout
+from machinery.notebook import leaves_no_trace
+from machinery.process import run_main
+from machinery.rendezvous import timeout
 from machinery.run import Run
 from machinery.usertask import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng

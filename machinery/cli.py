@@ -23,7 +23,8 @@ from common import (
     load_checkpoint,
     resolve_device_type,
 )
-from machinery.process import Stopped, follow_launcher, forget_launcher, take_ranks_of_slurm
+from machinery.process import Stopped
+from machinery.rendezvous import follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import load_module, of_task
 
 # Not stored in a checkpoint, nor taken from one: what belongs to one start of a run, or to one

@@ -32,14 +32,8 @@ if __name__ == "__main__":
 import torch.multiprocessing as mp
 
 from machinery.cli import parse_args
-from machinery.process import (
-    FAILED,
-    GRACE,
-    run_main,
-    stay_on_this_machine,
-    tell,
-    use_interface_to,
-)
+from machinery.process import FAILED, GRACE, run_main, tell
+from machinery.rendezvous import stay_on_this_machine, use_interface_to
 from machinery.signals import SIGNALS, handle_signals
 from sampling import end_with_parent
 

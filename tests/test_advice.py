@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import common
 import machinery.process
+import machinery.rendezvous
 import sampling
 
 
@@ -143,7 +144,7 @@ def test_advice_slurm_procid_is_the_rank(monkeypatch):
         monkeypatch.setenv(name, value)
     old_script = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     assert old_script == (0, 8), "one process, which would wait for seven others"
-    assert not machinery.process.take_ranks_of_slurm()
+    assert not machinery.rendezvous.take_ranks_of_slurm()
     with pytest.raises(common.UsageError, match="torchrun"):
         common.ranks_from_env()
 

@@ -111,7 +111,7 @@ def test_ranks_of_torchrun_forget_the_launcher_around_it(monkeypatch):
     environment["LAUNCH_RENDEZVOUS_FILE"] = "/tmp/outer"
     monkeypatch.setattr(os, "environ", environment)
     make_args("ddp")
-    assert machinery.process.init_method() == "env://"
+    assert machinery.rendezvous.init_method() == "env://"
 
 
 # --------------------------------------------------------------------------- the check before a run

@@ -38,7 +38,8 @@ from torch import nn
 from common import UsageError, autocast, build_optimizer, resolve_device_type
 from machinery.cli import Parser, build_parser, filled, number, parse_args, task_file
 from machinery.modes import WithLoss, data_parallel, mesh_of_ranks, shard
-from machinery.process import Stopped, run_main, stay_on_this_machine
+from machinery.process import Stopped, run_main
+from machinery.rendezvous import stay_on_this_machine
 from machinery.run import Run
 from machinery.usertask import Task
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import backend, set_up_device
 from machinery.modes import mesh_of_ranks, shard
-from machinery.process import stay_on_this_machine
+from machinery.rendezvous import stay_on_this_machine
 
 LAYERS, WIDTH, STEPS = 25, 1024, 3
 MIB = 2**20
