@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
 import math
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -101,34 +99,12 @@ def kill_worker(trial: Trial, launch: Launch) -> bool:
     return bool(found)
 
 
-class Watch:
-    """Tells when files are created in a folder, as soon as they are. Source: man 7 inotify."""
-
-    CREATED = 0x100
-
-    def __init__(self, folder: Path) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self.descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if libc.inotify_add_watch(self.descriptor, os.fsencode(folder), self.CREATED) < 0:
-            raise OSError(ctypes.get_errno(), f"cannot watch {folder}")
-
-    def count(self, name: bytes, launch: Launch, wanted: int) -> bool:
-        """Wait until files with `name` in their names were created `wanted` times; False if the launch ended before."""
-        seen = 0
-        while seen < wanted and launch.process.poll() is None:
-            if select.select([self.descriptor], [], [], 0.5)[0]:
-                seen += os.read(self.descriptor, 65536).count(name)
-        os.close(self.descriptor)
-        return seen >= wanted
-
-
 def kill_in_save(trial: Trial, launch: Launch) -> bool:
-    """The temporary files of last.pt and best.pt come about 30 times in a run; a save takes a few milliseconds."""
-    hit = trial.watch.count(b".pt.tmp", launch, trial.rng.randint(1, 30))
-    trial.logged = trial.steps_logged()  # all of them, if the run saved its best less often
-    delay, start = trial.rng.choice([0, 0.001, 0.004]), time.monotonic()
-    while time.monotonic() - start < delay:
-        pass
+    """Hit the next save after the trial's instant, which takes a few milliseconds."""
+    hit = trial.comes(launch)
+    while hit and not any(trial.output.glob(".*.tmp")):
+        hit = launch.process.poll() is None
+    time.sleep(trial.rng.choice([0, 0.001, 0.004]))
     send(launch.processes() if hit else [], signal.SIGKILL)
     return hit
 
@@ -158,10 +134,6 @@ def mount(trial: Trial) -> None:
     """Make the output folder a file system of its own, and a small one."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", SMALL_DISK, "faults", trial.output], check=True)
     trial.cleanup.callback(subprocess.run, ["umount", "--lazy", trial.output], check=True)
-
-
-def watch(trial: Trial) -> None:
-    trial.watch = Watch(trial.output)
 
 
 class Fault(NamedTuple):
@@ -195,7 +167,7 @@ FAULTS = [
     sent("SIGKILL", "all processes", signal_all, {137}),
     sent("SIGKILL", "one rank", signal_rank, FAILURE, KILLED, SEVERAL),
     sent("SIGKILL", "the launcher", signal_launcher, {137}),
-    Fault("SIGKILL within a save", kill_in_save, {137}, prepare=watch),
+    Fault("SIGKILL within a save", kill_in_save, {137}),
     sent("SIGTERM", "the launcher", signal_launcher, {143}),
     sent("SIGHUP", "the launcher", signal_launcher, {129}),
     sent("SIGTERM", "one rank", signal_rank, {143}),

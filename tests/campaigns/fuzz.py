@@ -237,17 +237,13 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
     shares = {
         "data": (0.2, ["drawn"]),
         "augment": (0.6, [True]),
-        "inputs": (0.35, ["dict", "namedtuple"]),
         "norm": (0.65, norms),
         "dropout": (0.2, [0.2]),
         "heads": (0.3, [2, 3]),
         "tied": (0.25, [True]),
         "frozen": (0.15, [True]),
         "metric": (0.4, ["accuracy"]),
-        "whole": (0.25, [True]),
-        "ragged": (0.2, [True]),
         "weights": (0.25, [True]),
-        "gather": (0.2, [True]),
     }
     task: dict[str, Any] = {"held_out": rng.choice([1, 2, 5, 11, 17])}
     for name, (share, choices) in shares.items():
@@ -289,10 +285,7 @@ def constrain(trial: Trial) -> Trial:
     if float(trial.value("--warmup-epochs", "0")) > trial.epochs:
         given["--warmup-epochs"] = ["0.5"]
 
-    # Modes. dp can only cut tensors. One device that computes the slices one after the other can
-    # neither gather nor cut lists.
-    for name in ("ragged", "gather") if dp_is_in(trial) or trial.cut_matters else ():
-        task.pop(name, None)
+    # Modes
     if trial.mode == "dp":
         given.pop("--sync-bn", None)
     shards = [n for mode, n in (trial.place, trial.resume, trial.evaluate) if mode == "fsdp"]
@@ -310,10 +303,6 @@ def constrain(trial: Trial) -> Trial:
         given["--batch-size"] = [str(least)]
     task["train"] = max(trial.part("train"), 3 * int(trial.value("--batch-size")))
     return trial
-
-
-def dp_is_in(trial: Trial) -> bool:
-    return "dp" in (trial.mode, trial.resume[0], trial.evaluate[0])
 
 
 def may_resume(trial: Trial) -> bool:
@@ -420,7 +409,6 @@ class Runs:
             "from fuzzed import make_task",
             f"\nSPEC = {trial.task!r}",
             "globals().update(make_task(SPEC))",
-            "dataset_metrics = dataset_metrics if SPEC.get('whole') else None",
             "train_metrics = None if SPEC.get('frozen') else per_sample_metrics",
         ]
         self.task.write_text("\n".join(lines) + "\n")
@@ -533,7 +521,7 @@ class Runs:
             return
         if trial.mode == "single":
             batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
-            if trial.cut_matters or batch_norm or trial.part("gather"):
+            if trial.cut_matters or batch_norm:
                 return
             if "--accum-steps" not in trial.options:
                 return

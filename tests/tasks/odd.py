@@ -1,6 +1,5 @@
 """The tiny digits with one oddity, named by `--model`: a model or a metric that is unusual, or that cannot be right."""
 
-import os
 import random
 
 import numpy as np
@@ -80,21 +79,9 @@ def build_model(args):
 
 def per_sample_metrics(outputs, targets):
     evaluation = not outputs.requires_grad  # else the metrics are of a training batch
-    if os.environ.get("STOP_IN_EVALUATION") and evaluation:
-        stop_once(os.environ["STOP_IN_EVALUATION"])
     metrics = tiny.per_sample_metrics(outputs, targets)
     if "sometimes" in MODEL and evaluation and (targets == 3).any():
         metrics["threes"] = (targets == 3).float()
     if "last_lacks" in MODEL and evaluation and len(targets) > 1:
         metrics["extra"] = metrics["top1"]
     return metrics
-
-
-def stop_once(what):
-    """Send this process the signal of SIGNAL:FILE, once: if there is no FILE, which is made."""
-    number, _, file = what.partition(":")
-    try:
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), int(number))
