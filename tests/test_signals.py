@@ -256,13 +256,18 @@ def signals_after_step_3(numbers, rank):
     after_step(3, lambda: [os.kill(os.getpid(), number) for number in numbers[rank]])
 
 
-def test_run_ends_with_the_code_of_the_stronger_signal(tmp_path):
-    patch = functools.partial(signals_after_step_3, [(USR1,), (HUP, USR1)])
-    result = train("spawn", 2, *BASE, folder=tmp_path, patch=patch)
-    assert result.checkpoint()["global_step"] == 4, "one later, as ranks have to agree"
-    assert result.code == BY_STRENGTH[HUP]
+@pytest.mark.parametrize(
+    ("mode", "numbers", "winner"),
+    [("single", [(TERM, USR1)], TERM), ("spawn", [(USR1,), (HUP, USR1)], HUP)],
+)
+def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tmp_path):
+    patch = functools.partial(signals_after_step_3, numbers)
+    result = train(mode, len(numbers), *BASE, folder=tmp_path, patch=patch)
+    step = result.checkpoint()["global_step"]
+    assert step == (3 if mode == "single" else 4), "or one later, if ranks have to agree"
+    assert result.code == BY_STRENGTH[winner]
+    message = f"stopped by {winner.name} after saving step {step} (exit code {BY_STRENGTH[winner]})"
     said = [line for line in result.err.splitlines() if "stopped by" in line]
-    message = "stopped by SIGHUP after saving step 4 (exit code 129)"
     assert said and all(line.endswith(message) for line in said), result.err
 
 

@@ -300,10 +300,7 @@ class Trial:
             named = ", ".join(places[:5])
             expect(not places, f"{name} differs from the undisturbed run's: {named}")
         folders = self.output, self.reference.output
-        ours, theirs = (
-            without_means_at(self.resumed_at, log_lines(folder / "metrics.jsonl"))
-            for folder in folders
-        )
+        ours, theirs = (without_means_at(self.resumed_at, log_lines(folder)) for folder in folders)
         counts = f"{len(ours)} lines and {len(theirs)}"
         expect(ours == theirs, f"metrics.jsonl differs from the undisturbed run's: {counts}")
 
@@ -351,8 +348,10 @@ def differences(ours: Any, theirs: Any, where: str, tolerance: float = 0.0) -> l
     return found
 
 
-def log_lines(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def log_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, if there are any, without what differs from run to run."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
@@ -417,7 +416,7 @@ class Campaign:
                     code = launch.end(LIMIT)
                     seconds, errors = time.monotonic() - launch.start, launch.errors()[-2000:]
                 expect(code == 0, f"exit code {code} of the undisturbed run: {errors}")
-                lines = log_lines(output / "metrics.jsonl")
+                lines = log_lines(output)
                 skipped = sum(line.get("skipped", 0) for line in lines)
                 expect(skipped == bool(environment), f"{skipped} steps skipped in it")
                 saved = load(output / "last.pt") or {"epoch": 0}

@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import os
 import random
@@ -45,8 +44,8 @@ import equivalence
 import fuzzed
 import harness
 import torch
-from faults import differences, position, without_means_at
-from patches import after_step, call_in_task, without_speed
+from faults import differences, log_lines, position, without_means_at
+from patches import after_step, call_in_task
 
 import machinery.check
 import machinery.cli
@@ -361,12 +360,6 @@ class Prepare:
             call_in_task("per_sample_metrics", interruption["at"] - 1, act)
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 class Violation(Exception):
     """An invariant does not hold; says which one, and how."""
 
@@ -466,7 +459,7 @@ class Runs:
                 if total % every == 0 or step == steps:
                     wanted.append(("train", epoch, step, total))
             wanted.append(("eval", epoch, None, (epoch + 1) * steps))
-        lines = read_log(folder)
+        lines = log_lines(folder)
         places = ("event", "epoch", "step", "global_step")
         found = [tuple(line.get(place) for place in places) for line in lines]
         wanted = wanted if complete else wanted[: len(found)]
@@ -498,7 +491,7 @@ class Runs:
         expect(place == whole, "state", f"last.pt is of {place}, not of {whole}")
         metric = "top1" if trial.part("metric") == "accuracy" else "minus_error"
         metric, choose = ("loss", min) if "--best" in trial.options else (metric, max)
-        scores = [line[metric] for line in read_log(folder) if line["event"] == "eval"]
+        scores = [line[metric] for line in log_lines(folder) if line["event"] == "eval"]
         finite = [score for score in scores if score is not None]
         expect(("best.pt" in names) == bool(finite), "state", f"best.pt and the scores {scores}")
         most = choose(finite, default=None)
@@ -564,7 +557,7 @@ class Runs:
         self, ours: Path, theirs: Path, tolerance: float, invariant: str, resumed_at: int = 0
     ) -> None:
         """Compare two output folders. With `resumed_at` the first one is of a resumed run."""
-        logs = [without_speed(read_log(folder)) for folder in (ours, theirs)]
+        logs = [log_lines(folder) for folder in (ours, theirs)]
         lines = [without_means_at(resumed_at, log) for log in logs]
         different = differences(*lines, "metrics.jsonl", tolerance)
         expect(not different, invariant, "; ".join(different[:3]))
@@ -584,9 +577,9 @@ class Runs:
         argv = ["--resume", str(chosen), "--eval-only"]
         evaluated = self.run("evaluated", mode, n, argv, output=output)
         self.expect_end(evaluated)
-        lines = without_speed(read_log(output))
+        lines = log_lines(output)
         expect(len(lines) == 1, "eval", f"{len(lines)} lines of --eval-only {chosen.name}")
-        logged = without_speed(read_log(result.folder))
+        logged = log_lines(result.folder)
         logged = [line for line in logged if line["event"] == "eval"]
         position = load(chosen)
         if position["step"] not in (0, trial.steps):

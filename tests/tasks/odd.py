@@ -7,31 +7,10 @@ import tiny
 import torch
 from tiny import add_options, per_sample_loss
 from torch import nn
-from torch.utils.data import Dataset, random_split
 
 __all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 MODEL = ""  # what --model says
-
-
-class Own(Dataset):
-    """A wrapper that somebody wrote, with a name of its own for what it holds."""
-
-    def __init__(self, *parts):
-        self.parts = {"first": parts[0]}
-
-    def __len__(self):
-        return len(self.parts["first"])
-
-    def __getitem__(self, index):
-        return self.parts["first"][index]
-
-
-def wrap(dataset, kind):
-    """Return the same samples behind a wrapper of this kind."""
-    if kind == "random_split":
-        return random_split(dataset, [len(dataset)], torch.Generator().manual_seed(0))[0]
-    return Own(dataset)
 
 
 def build_datasets(args):
