@@ -310,13 +310,14 @@ def prove_run(
 MOMENT = {
     "gradients": "of the first step",
     "parameters": "after several epochs",
-    "losses": "of all lines",
+    "loss of steps": "in all lines",
+    "grad_norm of steps": "in all lines",
     "evaluation": "of all epochs",
 }
 
 
 def compare(result: Result, reference: Result) -> dict[str, float]:
-    """Return the deviations of gradients, parameters, loss trace and evaluation, after checks that the comparison means something."""
+    """Return the deviations of gradients, parameters, losses, norms and evaluation, after checks that the comparison means something."""
     assert result.code == 0, result.err
     before, after = reference.train_lines()[0]["loss"], reference.train_lines()[-1]["loss"]
     assert after < 0.9 * before, f"the reference does not learn: {before} to {after}"
@@ -334,6 +335,8 @@ def compare(result: Result, reference: Result) -> dict[str, float]:
     assert traces[0] == traces[1], "steps or learning rates differ"
     assert len(ours) == len(theirs)
 
+    lines = list(zip(result.train_lines(), reference.train_lines()))
+
     def worst(pairs: list[tuple[float, float]]) -> float:
         return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
 
@@ -350,9 +353,10 @@ def compare(result: Result, reference: Result) -> dict[str, float]:
             deviation(result.checkpoint()[part], reference.checkpoint()[part])
             for part in ("model", "weights")
         ),
-        "losses": worst(
-            [(a["loss"], b["loss"]) for a, b in zip(result.train_lines(), reference.train_lines())]
-        ),
+        **{
+            f"{name} of steps": worst([(a[name], b[name]) for a, b in lines])
+            for name in ("loss", "grad_norm")
+        },
         "evaluation": worst([(a[name], b[name]) for a, b in zip(ours, theirs) for name in names]),
     }
 

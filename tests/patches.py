@@ -169,10 +169,3 @@ def call_in_task(name, at, function, rank_to_call=0, rank=0):
         return original(*arguments)
 
     wrap_in_task(name, watched)
-
-
-def set_environment_of(monkeypatch):
-    """Hand STOP_IN_EVALUATION, which the test has set, on to the processes of a run."""
-    return functools.partial(
-        set_environment, {"STOP_IN_EVALUATION": os.environ["STOP_IN_EVALUATION"]}
-    )

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from launches import free_port
+
 SYSTEM = "/usr/sbin:/sbin"  # where the daemons are
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "setpriv")
 # names that can be resolved without a line in /etc/hosts; the system answers to all of 127.0.0.0/8
@@ -63,15 +65,6 @@ def missing() -> str:
         wanted = "apt-get install --no-install-recommends slurm-wlm munge"
         return f"no {', '.join(absent)} here: {wanted}"
     return "" if os.geteuid() == 0 else "SLURM's daemons must be started by root"
-
-
-def free_ports(n: int) -> list[int]:
-    """Ports that nobody has; all are held until the last is found, so that they differ."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(n)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def wait_until(
@@ -176,7 +169,9 @@ def start_daemons(slurm: Cluster) -> None:
     key.write_bytes(secrets.token_bytes(128))
     host = socket.gethostname().split(".")[0]
     (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(folder=folder, host=host, ports=free_ports(3), nodes=NODES)
+        CONFIGURATION.format(
+            folder=folder, host=host, ports=[free_port() for _ in range(3)], nodes=NODES
+        )
     )
 
     def start(name: str, *command: Any) -> None:

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 from harness import make_args, train, undisturbed
-from patches import BASE, printed, set_environment_of, without_speed
+from patches import BASE, call_in_task, printed, without_speed
 from runs import end, make_run
 from short_runs import NOISE, ODD
 
@@ -102,6 +102,10 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
     assert all(event[1:] == [2, 0] for event in events[8:])
 
 
+def interrupt(number):
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize(
     ("mode", "n", "number"),
     [
@@ -109,19 +113,17 @@ def test_training_is_saved_before_its_evaluation_and_the_epoch_after_it(mode, n,
         pytest.param("ddp", 2, signal.SIGKILL, marks=pytest.mark.full),
     ],
 )
-def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_path, monkeypatch):
+def test_interrupted_evaluation_is_made_again_and_the_same(mode, n, number, tmp_path):
     reference = undisturbed(mode, n, *NOISE)
-    monkeypatch.setenv("STOP_IN_EVALUATION", f"{int(number)}:{tmp_path / 'seen'}")
-    first = train(mode, n, *NOISE, folder=tmp_path, patch=set_environment_of(monkeypatch))
-    assert first.code == 143 if number == signal.SIGTERM else first.code, first.err
+    stop = functools.partial(interrupt, number)
+    patch = functools.partial(call_in_task, "per_sample_metrics", 0, stop)
+    first = train(mode, n, *NOISE, folder=tmp_path, patch=patch)
     saved = first.checkpoint()
-    expected = (
-        (1, 0) if number == signal.SIGTERM else (0, 6)
-    )  # a signal waits for the end of the evaluation
-    assert (saved["epoch"], saved["step"]) == expected
-    resumed = train(
-        mode, n, *NOISE, "--resume", "auto", folder=tmp_path, patch=set_environment_of(monkeypatch)
-    )
+    if number == signal.SIGTERM:  # which waits for the end of the evaluation
+        assert first.code == 143 and (saved["epoch"], saved["step"]) == (1, 0), first.err
+    else:
+        assert first.code != 0 and (saved["epoch"], saved["step"]) == (0, 6), first.err
+    resumed = train(mode, n, *NOISE, "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0, resumed.err
     assert without_speed(resumed.lines) == without_speed(reference.lines)
     assert resumed.checkpoint("best.pt")["best"] == reference.checkpoint("best.pt")["best"]

@@ -10,13 +10,12 @@ from harness import (
     compare,
     deviation,
     in_group,
-    prove,
     prove_run,
     single_run,
     train,
     undisturbed,
 )
-from patches import BASE, stop_after
+from patches import BASE
 from torch import nn
 
 import common
@@ -41,29 +40,6 @@ NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
 def test_shards_equal_one_device(options, n, tmp_path):
     argv = (*BASE, *options.split())
     prove_run(train("fsdp", n, *argv, folder=tmp_path), single_run(*argv))
-
-
-@pytest.mark.full
-def test_run_that_changes_its_mode_at_each_stop_is_the_same_run(tmp_path):
-    """ddp 4, fsdp 3, single 1, fsdp 2."""
-    argv = (*BASE, "--optimizer", "adamw", "--lr", "0.003", "--average", "ema", "--resume", "auto")
-    whole = single_run(*argv[:-2])
-    for mode, n, step in (("ddp", 4, 4), ("fsdp", 3, 5), ("single", 1, 4)):
-        stop = functools.partial(stop_after, step)
-        stopped = train(mode, n, *argv, folder=tmp_path, patch=stop)
-        assert stopped.code == 143, stopped.err
-    last = train("fsdp", 2, *argv, folder=tmp_path)
-    assert last.code == 0, last.err
-    ours, theirs = last.checkpoint(), whole.checkpoint()
-    assert ours["global_step"] == theirs["global_step"] == 18
-    for part in ("model", "weights"):
-        found = deviation(ours[part], theirs[part])
-        prove("resumed run, other mode or world size", "uninterrupted run", found, allowed=1e-10)
-    moments = ours["optimizer"]["state"]
-    for name, wanted in theirs["optimizer"]["state"].items():
-        assert torch.allclose(moments[name]["exp_avg"], wanted["exp_avg"], rtol=1e-8, atol=1e-12)
-    for line, wanted in zip(last.eval_lines(), whole.eval_lines(), strict=True):
-        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-9)
 
 
 @pytest.mark.full

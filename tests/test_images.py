@@ -174,6 +174,8 @@ def test_what_is_no_picture_of_a_class_is_left_out_and_said(tmp_path, capfd):
             r"two or more classes, .* found train, val, train/a, val/a: a level",
         ),
         ("train", "b/1.png", "b/1.svg", r"left out: 1 \.svg; classes without a picture: 1, as b$"),
+        ("train", ".", "../other", r"needs .*/train, with a directory for each .*; found other, "),
+        ("val", "b", "c", r"train lacks classes of .*/val: c"),
     ],
 )
 def test_directory_without_a_picture_of_each_class_is_refused(

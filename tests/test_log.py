@@ -2,15 +2,13 @@
 
 import functools
 import json
-import math
 import re
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import TASKS, in_group, make_args, make_sampler, single_run, train
-from patches import BASE
+from harness import TASKS, in_group, make_args, make_sampler, train
 from runs import Batches, Clock, end, end_epoch, make_run, make_step, start_epoch
 from short_runs import SMALL
 
@@ -187,28 +185,17 @@ def test_training_metrics_are_of_the_samples_since_the_last_line(mode, n, tmp_pa
     assert shown == pytest.approx(expected, abs=0.51e-6)
 
 
-@pytest.mark.parametrize(
-    ("mode", "n", "devices", "share"),
-    [
-        ("ddp", 3, 3, 11),
-        pytest.param("dp", 2, 2, 16, marks=pytest.mark.full),
-        pytest.param("fsdp", 2, 2, 16, marks=pytest.mark.full),
-    ],
-)
-def test_header_says_what_runs_where(mode, n, devices, share, tmp_path):
+def test_header_says_what_runs_where(tmp_path):
     argv = (*SMALL, "--batch-size", "62", "--accum-steps", "2", "--epochs", "1", "--workers", "1")
-    result = train(mode, n, *argv, folder=tmp_path)
+    result = train("ddp", 3, *argv, folder=tmp_path)
     assert result.code == 0, result.err
     first, second = result.out.splitlines()[1:3]
-    assert re.fullmatch(
-        rf"\S+ on {devices} x cpu: DigitNet, [\d,]+ parameters; loader workers per process: 1",
-        first,
-    )
     size = sum(value.numel() for value in result.checkpoint()["model"].values())
-    assert f" {size:,} parameters" in first
+    where = f" on 3 x cpu: DigitNet, {size:,} parameters; loader workers per process: 1"
+    assert first.endswith(where)
     assert second == (
-        f"203 training samples: 3 steps per epoch; a step: 62 samples, "
-        f"2 x up to {share} samples on each device"
+        "203 training samples: 3 steps per epoch; a step: 62 samples, "
+        "2 x up to 11 samples on each device"
     )
 
 
@@ -259,21 +246,6 @@ def test_log_stays_whole_lines_after_a_resume(damage, tmp_path):
     make_step(run, LOSSES[3])
     *before, last = path.read_text(encoding="utf-8").splitlines()
     assert before == kept and json.loads(last)["global_step"] == 4
-
-
-@pytest.mark.full
-def test_every_mode_logs_the_norm_of_the_whole_gradient_before_clipping(tmp_path):
-    argv = (*BASE, "--epochs", "1", "--clip-grad-norm", "0.01", "--accum-steps", "2")
-    wanted = [line["grad_norm"] for line in single_run(*argv).train_lines()]
-    assert len(wanted) == 6 and min(wanted) > 0.1
-    reference = single_run(*argv, steps=1).gradients[0][0]
-    assert math.sqrt(sum(g.square().sum().item() for g in reference.values())) == pytest.approx(
-        0.01, rel=1e-3
-    )
-    for mode, n in (("dp", 3), ("ddp", 2), ("fsdp", 2)):
-        found = train(mode, n, *argv, folder=tmp_path / mode, steps=0)
-        assert column(found.train_lines(), "grad_norm") == pytest.approx(wanted, rel=1e-9), mode
-        assert column(found.train_lines(), "skipped") == [0] * 6
 
 
 def print_closed(rank):

@@ -276,5 +276,8 @@ def test_pitfall_53_sparse_gradients(tmp_path):
 
     model = "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, sparse=True))\n"
     (tmp_path / "sparse.py").write_text(TASK + model)
-    with pytest.raises(common.UsageError, match="sparse gradients, which ranks cannot average"):
+    with pytest.raises(
+        common.UsageError,
+        match="0 has sparse gradients, which ranks cannot average; leave out sparse",
+    ):
         check("ddp", 2, "--task", str(tmp_path / "sparse.py"))

@@ -113,18 +113,19 @@ def test_resume_needs_no_other_option(mode, n, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mode", "n"),
+    ("first", "then"),
     [
-        ("single", 1),
-        pytest.param("spawn", 4, marks=pytest.mark.full),
+        (("ddp", 2), ("single", 1)),
+        pytest.param(("ddp", 4), ("fsdp", 3), marks=pytest.mark.full),
+        pytest.param(("fsdp", 3), ("spawn", 2), marks=pytest.mark.full),
     ],
 )
-def test_run_goes_on_in_another_mode_and_at_another_world_size(mode, n, tmp_path):
-    stopped = train("ddp", 2, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
+def test_run_goes_on_in_another_mode_and_at_another_world_size(first, then, tmp_path):
+    stopped = train(*first, *BASE, folder=tmp_path, patch=functools.partial(stop_after, 8))
     assert stopped.code == 143 and stopped.checkpoint()["global_step"] == 9
     straight = single_run(*BASE).checkpoint()["model"]
     assert deviation(stopped.checkpoint()["model"], straight) > 1e-3
-    resumed = train(mode, n, *BASE, "--resume", "auto", folder=tmp_path)
+    resumed = train(*then, *BASE, "--resume", "auto", folder=tmp_path)
     assert resumed.code == 0, resumed.err
     found = deviation(resumed.checkpoint()["model"], straight)
     prove("resumed run, other mode or world size", "uninterrupted run", found, 1e-10)

@@ -118,40 +118,6 @@ def test_imports_go_one_way():
     assert mistakes(ROOT) == []
 
 
-SOUND = {
-    "common.py": "import torch\n",
-    "sampling.py": "from common import UsageError\n",
-    "machinery/__init__.py": "",
-    "machinery/process.py": "import common\n",
-    "machinery/usertask.py": "from machinery.process import tell\n",
-    "machinery/run.py": "from machinery.usertask import Task\n",
-    "train_single.py": "import common\nfrom machinery.run import Run\n",
-}
-LATE = "def late():\n    import common"
-UP = "{} imports {}, which is not below it".format
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "expected"),
-    [
-        ("machinery/process.py", "import sampling", []),  # downward
-        ("sampling.py", "from machinery import process", [UP("sampling", "machinery.process")]),
-        (
-            "machinery/usertask.py",
-            "from .run import Run",
-            [UP("machinery.usertask", "machinery.run")],
-        ),
-        ("train_single.py", LATE, ["train_single imports common in a function"]),
-        ("machinery/new.py", "", ["machinery.new has no place in the order"]),
-    ],
-)
-def test_mistaken_imports_are_found(name, line, expected, tmp_path):
-    for path, text in {**SOUND, name: SOUND.get(name, "") + line + "\n"}.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-    assert mistakes(tmp_path) == expected
-
-
 @pytest.mark.parametrize("command", ["check", "format --check"])
 def test_ruff_is_clean(command):
     command = [sys.executable, "-m", "ruff", *command.split(), "."]

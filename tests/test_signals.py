@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import multiprocessing
 import os
 import pty
 import re
@@ -134,28 +133,6 @@ def test_ranks_that_wait_before_training_end_with_the_launcher(tmp_path):
         assert launch.end() == 137
 
 
-def ask_for_stacks(rank):
-    """Rank 1 is asked where it is, and so are its loader workers, which should say nothing."""
-
-    def ask():
-        for process in multiprocessing.active_children():
-            os.kill(process.pid, signal.SIGUSR2)
-        os.kill(os.getpid(), signal.SIGUSR2)
-
-    if rank == 1:
-        after_step(8, ask)
-
-
-@pytest.mark.full
-def test_sigusr2_shows_the_stacks_of_a_rank_and_lets_it_train_on(tmp_path):
-    """To see where a run hangs."""
-    result = train("ddp", 2, *BASE, "--workers", "1", folder=tmp_path, patch=ask_for_stacks)
-    assert result.code == 0 and result.checkpoint()["epoch"] == 3, result.err
-    assert len(re.findall(r"^Thread 0x\w+ .*most recent call first", result.err, re.MULTILINE)) >= 1
-    mains = re.findall(r'File ".*/train_ddp.py", line \d+ in main$', result.err, re.MULTILINE)
-    assert len(mains) == 1, result.err
-
-
 HANGS = """import os, time
 from small import *
 from small import per_sample_loss as loss
@@ -187,8 +164,13 @@ def test_advice_of_hang_md_finds_the_rank_that_hangs_and_ends_the_run(tmp_path):
         assert ranks.keys() == {"RANK=0", "RANK=1"}
         assert listed & {*launch.processes()} == {*ranks.values(), *launch.workers()}
         assert {int(answer(print_parent, pid)) for pid in ranks.values()} == {launch.process.pid}
-        os.kill(ranks["RANK=1"], signal.SIGUSR2)
+        send([*launch.workers(), ranks["RANK=1"]], signal.SIGUSR2)
         launch.wait_until(lambda: "task.py" in launch.errors())
+        mains = re.findall(
+            r'File ".*/train_ddp.py", line \d+ in main$', launch.errors(), re.MULTILINE
+        )
+        assert len(mains) == 1, "the loader workers say nothing"
+        assert ranks["RANK=1"] in launch.processes(), "it goes on"
         send([launch.process.pid, *ranks.values()], signal.SIGKILL)
         assert launch.end() == 137
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from harness import ROOT, TASKS, Result
+from launches import free_port
 from nodes import assert_equals_one_device
 
-from slurm import NODES, cluster, free_ports, wait_until
+from slurm import NODES, cluster, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 EXACT = ("--dtype", "float64", "--device", "cpu", "--log-every", "1")
@@ -39,7 +40,7 @@ def test_srun_python_equals_one_device(slurm, tmp_path):
 
 def test_srun_torchrun_equals_one_device(slurm, tmp_path):
     """One task and one rank a node."""
-    meet = f"--rdzv-backend c10d --rdzv-endpoint {NODES[0]}:{free_ports(1)[0]} --rdzv-id job"
+    meet = f"--rdzv-backend c10d --rdzv-endpoint {NODES[0]}:{free_port()} --rdzv-id job"
     torchrun = f"torchrun --nnodes 2 --nproc-per-node 1 {meet}".split()
     srun(slurm, tmp_path, *"--nodes 2 --ntasks-per-node 1".split(), *torchrun, SCRIPT, *DIGITS)
     assert_equals_one_device(tmp_path, *DIGITS)

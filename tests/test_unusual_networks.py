@@ -42,7 +42,6 @@ def test_run_with_ranks_begins_as_one_without(tmp_path):
     ("mode", "kind"),
     [
         ("single", "counts"),
-        pytest.param("single", "teacher", marks=pytest.mark.full),
         pytest.param("ddp", "replaced", marks=pytest.mark.full),
     ],
 )

@@ -132,12 +132,6 @@ def test_weights_that_do_not_fit_at_all_or_are_damaged_are_refused(tmp_path):
     )
     with pytest.raises(common.UsageError, match=r"conv1.weight, conv1.bias, .* is not finite"):
         check("single", 1, "--weights", str(tmp_path / "nan"))
-    torch.save(state_dict(), tmp_path / "flipped")
-    content = bytearray((tmp_path / "flipped").read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "flipped").write_bytes(content)
-    with pytest.raises(common.UsageError, match=r"damaged, or no file of tensors \(checksum of"):
-        check("single", 1, "--weights", str(tmp_path / "flipped"))
 
 
 @pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])

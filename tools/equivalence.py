@@ -309,10 +309,9 @@ def relative(name: str, lines: list[dict], reference: list[dict]) -> float:
 
 
 def deviations(result: harness.Result, reference: harness.Result, exact: bool) -> dict[str, float]:
-    """What harness.compare measures, and the norms of the gradients, and the averaged weights."""
+    """What harness.compare measures, and the averaged weights."""
     found = harness.compare(result, reference)
     assert result.gradients and all(result.gradients), "no gradient was recorded"
-    found["norms"] = relative("grad_norm", result.train_lines(), reference.train_lines())
     if not exact:  # of rounded weights, one picture of 57 may well be classified otherwise
         found["evaluation"] = relative("loss", result.eval_lines(), reference.eval_lines())
     average = reference.checkpoint()["average"]

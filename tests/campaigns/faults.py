@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import json
 import math
 import os
 import random
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -101,34 +99,12 @@ def kill_worker(trial: Trial, launch: Launch) -> bool:
     return bool(found)
 
 
-class Watch:
-    """Tells when files are created in a folder, as soon as they are. Source: man 7 inotify."""
-
-    CREATED = 0x100
-
-    def __init__(self, folder: Path) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self.descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if libc.inotify_add_watch(self.descriptor, os.fsencode(folder), self.CREATED) < 0:
-            raise OSError(ctypes.get_errno(), f"cannot watch {folder}")
-
-    def count(self, name: bytes, launch: Launch, wanted: int) -> bool:
-        """Wait until files with `name` in their names were created `wanted` times; False if the launch ended before."""
-        seen = 0
-        while seen < wanted and launch.process.poll() is None:
-            if select.select([self.descriptor], [], [], 0.5)[0]:
-                seen += os.read(self.descriptor, 65536).count(name)
-        os.close(self.descriptor)
-        return seen >= wanted
-
-
 def kill_in_save(trial: Trial, launch: Launch) -> bool:
-    """The temporary files of last.pt and best.pt come about 30 times in a run; a save takes a few milliseconds."""
-    hit = trial.watch.count(b".pt.tmp", launch, trial.rng.randint(1, 30))
-    trial.logged = trial.steps_logged()  # all of them, if the run saved its best less often
-    delay, start = trial.rng.choice([0, 0.001, 0.004]), time.monotonic()
-    while time.monotonic() - start < delay:
-        pass
+    """Hit the next save after the trial's instant, which takes a few milliseconds."""
+    hit = trial.comes(launch)
+    while hit and not any(trial.output.glob(".*.tmp")):
+        hit = launch.process.poll() is None
+    time.sleep(trial.rng.choice([0, 0.001, 0.004]))
     send(launch.processes() if hit else [], signal.SIGKILL)
     return hit
 
@@ -158,10 +134,6 @@ def mount(trial: Trial) -> None:
     """Make the output folder a file system of its own, and a small one."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", SMALL_DISK, "faults", trial.output], check=True)
     trial.cleanup.callback(subprocess.run, ["umount", "--lazy", trial.output], check=True)
-
-
-def watch(trial: Trial) -> None:
-    trial.watch = Watch(trial.output)
 
 
 class Fault(NamedTuple):
@@ -195,7 +167,7 @@ FAULTS = [
     sent("SIGKILL", "all processes", signal_all, {137}),
     sent("SIGKILL", "one rank", signal_rank, FAILURE, KILLED, SEVERAL),
     sent("SIGKILL", "the launcher", signal_launcher, {137}),
-    Fault("SIGKILL within a save", kill_in_save, {137}, prepare=watch),
+    Fault("SIGKILL within a save", kill_in_save, {137}),
     sent("SIGTERM", "the launcher", signal_launcher, {143}),
     sent("SIGHUP", "the launcher", signal_launcher, {129}),
     sent("SIGTERM", "one rank", signal_rank, {143}),
@@ -328,10 +300,7 @@ class Trial:
             named = ", ".join(places[:5])
             expect(not places, f"{name} differs from the undisturbed run's: {named}")
         folders = self.output, self.reference.output
-        ours, theirs = (
-            without_means_at(self.resumed_at, log_lines(folder / "metrics.jsonl"))
-            for folder in folders
-        )
+        ours, theirs = (without_means_at(self.resumed_at, log_lines(folder)) for folder in folders)
         counts = f"{len(ours)} lines and {len(theirs)}"
         expect(ours == theirs, f"metrics.jsonl differs from the undisturbed run's: {counts}")
 
@@ -379,8 +348,10 @@ def differences(ours: Any, theirs: Any, where: str, tolerance: float = 0.0) -> l
     return found
 
 
-def log_lines(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def log_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, if there are any, without what differs from run to run."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
@@ -445,7 +416,7 @@ class Campaign:
                     code = launch.end(LIMIT)
                     seconds, errors = time.monotonic() - launch.start, launch.errors()[-2000:]
                 expect(code == 0, f"exit code {code} of the undisturbed run: {errors}")
-                lines = log_lines(output / "metrics.jsonl")
+                lines = log_lines(output)
                 skipped = sum(line.get("skipped", 0) for line in lines)
                 expect(skipped == bool(environment), f"{skipped} steps skipped in it")
                 saved = load(output / "last.pt") or {"epoch": 0}

@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import json
 import math
 import os
 import random
@@ -45,8 +44,8 @@ import equivalence
 import fuzzed
 import harness
 import torch
-from faults import differences, position, without_means_at
-from patches import after_step, call_in_task, without_speed
+from faults import differences, log_lines, position, without_means_at
+from patches import after_step, call_in_task
 
 import machinery.check
 import machinery.cli
@@ -237,17 +236,13 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
     shares = {
         "data": (0.2, ["drawn"]),
         "augment": (0.6, [True]),
-        "inputs": (0.35, ["dict", "namedtuple"]),
         "norm": (0.65, norms),
         "dropout": (0.2, [0.2]),
         "heads": (0.3, [2, 3]),
         "tied": (0.25, [True]),
         "frozen": (0.15, [True]),
         "metric": (0.4, ["accuracy"]),
-        "whole": (0.25, [True]),
-        "ragged": (0.2, [True]),
         "weights": (0.25, [True]),
-        "gather": (0.2, [True]),
     }
     task: dict[str, Any] = {"held_out": rng.choice([1, 2, 5, 11, 17])}
     for name, (share, choices) in shares.items():
@@ -289,10 +284,7 @@ def constrain(trial: Trial) -> Trial:
     if float(trial.value("--warmup-epochs", "0")) > trial.epochs:
         given["--warmup-epochs"] = ["0.5"]
 
-    # Modes. dp can only cut tensors. One device that computes the slices one after the other can
-    # neither gather nor cut lists.
-    for name in ("ragged", "gather") if dp_is_in(trial) or trial.cut_matters else ():
-        task.pop(name, None)
+    # Modes
     if trial.mode == "dp":
         given.pop("--sync-bn", None)
     shards = [n for mode, n in (trial.place, trial.resume, trial.evaluate) if mode == "fsdp"]
@@ -310,10 +302,6 @@ def constrain(trial: Trial) -> Trial:
         given["--batch-size"] = [str(least)]
     task["train"] = max(trial.part("train"), 3 * int(trial.value("--batch-size")))
     return trial
-
-
-def dp_is_in(trial: Trial) -> bool:
-    return "dp" in (trial.mode, trial.resume[0], trial.evaluate[0])
 
 
 def may_resume(trial: Trial) -> bool:
@@ -372,12 +360,6 @@ class Prepare:
             call_in_task("per_sample_metrics", interruption["at"] - 1, act)
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 class Violation(Exception):
     """An invariant does not hold; says which one, and how."""
 
@@ -420,7 +402,6 @@ class Runs:
             "from fuzzed import make_task",
             f"\nSPEC = {trial.task!r}",
             "globals().update(make_task(SPEC))",
-            "dataset_metrics = dataset_metrics if SPEC.get('whole') else None",
             "train_metrics = None if SPEC.get('frozen') else per_sample_metrics",
         ]
         self.task.write_text("\n".join(lines) + "\n")
@@ -478,7 +459,7 @@ class Runs:
                 if total % every == 0 or step == steps:
                     wanted.append(("train", epoch, step, total))
             wanted.append(("eval", epoch, None, (epoch + 1) * steps))
-        lines = read_log(folder)
+        lines = log_lines(folder)
         places = ("event", "epoch", "step", "global_step")
         found = [tuple(line.get(place) for place in places) for line in lines]
         wanted = wanted if complete else wanted[: len(found)]
@@ -510,7 +491,7 @@ class Runs:
         expect(place == whole, "state", f"last.pt is of {place}, not of {whole}")
         metric = "top1" if trial.part("metric") == "accuracy" else "minus_error"
         metric, choose = ("loss", min) if "--best" in trial.options else (metric, max)
-        scores = [line[metric] for line in read_log(folder) if line["event"] == "eval"]
+        scores = [line[metric] for line in log_lines(folder) if line["event"] == "eval"]
         finite = [score for score in scores if score is not None]
         expect(("best.pt" in names) == bool(finite), "state", f"best.pt and the scores {scores}")
         most = choose(finite, default=None)
@@ -533,7 +514,7 @@ class Runs:
             return
         if trial.mode == "single":
             batch_norm = trial.part("norm").startswith("batch")  # sees each micro-batch alone
-            if trial.cut_matters or batch_norm or trial.part("gather"):
+            if trial.cut_matters or batch_norm:
                 return
             if "--accum-steps" not in trial.options:
                 return
@@ -576,7 +557,7 @@ class Runs:
         self, ours: Path, theirs: Path, tolerance: float, invariant: str, resumed_at: int = 0
     ) -> None:
         """Compare two output folders. With `resumed_at` the first one is of a resumed run."""
-        logs = [without_speed(read_log(folder)) for folder in (ours, theirs)]
+        logs = [log_lines(folder) for folder in (ours, theirs)]
         lines = [without_means_at(resumed_at, log) for log in logs]
         different = differences(*lines, "metrics.jsonl", tolerance)
         expect(not different, invariant, "; ".join(different[:3]))
@@ -596,9 +577,9 @@ class Runs:
         argv = ["--resume", str(chosen), "--eval-only"]
         evaluated = self.run("evaluated", mode, n, argv, output=output)
         self.expect_end(evaluated)
-        lines = without_speed(read_log(output))
+        lines = log_lines(output)
         expect(len(lines) == 1, "eval", f"{len(lines)} lines of --eval-only {chosen.name}")
-        logged = without_speed(read_log(result.folder))
+        logged = log_lines(result.folder)
         logged = [line for line in logged if line["event"] == "eval"]
         position = load(chosen)
         if position["step"] not in (0, trial.steps):

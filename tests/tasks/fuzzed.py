@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-import common
 from tasks.images import ImagesInMemory
 
 CLASSES, SIZE, WIDTH = 4, 6, 12
@@ -29,20 +27,14 @@ DEFAULTS: dict[str, Any] = {
     "held_out": 11,
     "data": "images",  # the shipped data set in memory; or "drawn": own randomness in __getitem__
     "augment": False,
-    "inputs": "tensor",  # dict, namedtuple
-    "ragged": False,  # a target is a list of one to three labels, which a function collate joins
     "weights": False,  # the losses of a step are divided by weights, of which some are zero
-    "gather": False,  # the loss compares the samples of all ranks
     "norm": "",  # batch, batch_mean, instance_tracked, layer
     "dropout": 0.0,
     "heads": 1,
     "tied": False,
     "frozen": False,
     "metric": "negative",  # accuracy
-    "whole": False,  # also a metric of the whole evaluation set, which depends on its order
 }
-
-Pair = namedtuple("Pair", "image, extra")
 
 
 # ----------------------------------------------------------------------------------------- data
@@ -62,55 +54,6 @@ class Drawn(Dataset):
         return (self.images[index] // 2 + noise).to(torch.uint8), self.targets[index]
 
 
-class Own(Dataset):
-    """A user's class around a data set: it knows nothing of epochs or of whole batches."""
-
-    def __init__(self, inner: Dataset) -> None:
-        self.inner, self.targets = inner, inner.targets
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inner[index]
-
-
-class Nested(Own):
-    """Turns the image of each sample into a nested input."""
-
-    def __init__(self, inner: Dataset, kind: str) -> None:
-        super().__init__(inner)
-        self.kind = kind
-
-    def nest(self, image: Tensor) -> Any:
-        pixels = image.double().flatten(-3)[..., :3] / 255
-        if self.kind == "dict":
-            return {"image": image, "extra": {"pixels": pixels, "bright": pixels.mean(-1) > 0.5}}
-        return Pair(image, [pixels])
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = self.inner[index]
-        return self.nest(image), label
-
-
-class Ragged(Own):
-    """Repeats the label of each sample, so that targets have different sizes."""
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, label = self.inner[index]
-        return inputs, label.repeat(1 + label % 3)
-
-
-class NestedBatches(Nested):
-    """The same for a data set that returns whole batches."""
-
-    whole_batches = in_memory = True
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        images, labels = self.inner.__getitems__(indices)
-        return self.nest(images), labels
-
-
 def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return uint8 [count, 1, SIZE, SIZE], a noisy pattern for each class, and int64 [count]."""
     generator = torch.Generator().manual_seed(seed)
@@ -121,13 +64,10 @@ def make_images(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def build_set(spec: dict[str, Any], count: int, seed: int, **augment: Any) -> Dataset:
-    """Return a data set, in the class that nests its inputs."""
     images, labels = make_images(count, seed)
-    drawn = spec["data"] == "drawn"
-    dataset = Drawn(images, labels) if drawn else ImagesInMemory(images, labels, **augment)
-    if spec["inputs"] == "tensor":
-        return dataset
-    return (Nested if drawn else NestedBatches)(dataset, spec["inputs"])
+    if spec["data"] == "drawn":
+        return Drawn(images, labels)
+    return ImagesInMemory(images, labels, **augment)
 
 
 # ---------------------------------------------------------------------------------------- model
@@ -144,7 +84,7 @@ def build_norm(name: str) -> nn.Module:
 
 
 class Net(nn.Module):
-    """Images uint8 [n, 1, SIZE, SIZE], alone or nested -> logits [n, CLASSES], one or several."""
+    """Images uint8 [n, 1, SIZE, SIZE] -> logits [n, CLASSES], one or several."""
 
     def __init__(self, spec: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__()
@@ -155,8 +95,6 @@ class Net(nn.Module):
         self.norm = build_norm(spec["norm"])
         self.body = nn.Linear(4 * (SIZE // 2) ** 2, WIDTH)
         self.drop = nn.Dropout(spec["dropout"])
-        if spec["inputs"] != "tensor":
-            self.extra = nn.Linear(3, WIDTH)
         if spec["tied"]:
             self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
             self.decoder.weight = self.encoder.weight
@@ -164,16 +102,9 @@ class Net(nn.Module):
         if spec["frozen"]:
             self.body.bias.requires_grad_(False)
 
-    def forward(self, inputs: Any) -> Any:
-        image, pixels = inputs, None
-        if isinstance(inputs, dict):
-            image, pixels = inputs["image"], inputs["extra"]["pixels"]
-        elif isinstance(inputs, (tuple, list)):
-            image, (pixels,) = inputs
-        value = torch.tanh(self.norm(self.conv(image.to(self.dtype) / 100 - 1)))
+    def forward(self, images: Tensor) -> Any:
+        value = torch.tanh(self.norm(self.conv(images.to(self.dtype) / 100 - 1)))
         value = self.body(F.avg_pool2d(value, 2).flatten(1))
-        if pixels is not None:
-            value = value + self.extra(pixels.to(self.dtype))
         value = self.drop(torch.tanh(value))
         if self.spec["tied"]:
             value = value + torch.tanh(self.decoder(torch.tanh(self.encoder(value))))
@@ -182,21 +113,6 @@ class Net(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------- task
-
-
-def collate_ragged(samples: list) -> Any:
-    inputs, targets = zip(*samples)
-    return default_collate(inputs), [*targets]
-
-
-def labels_of(targets: Any) -> Tensor:
-    return torch.stack([labels[0] for labels in targets]) if isinstance(targets, list) else targets
-
-
-def times_of(targets: Any) -> Tensor:
-    """How often each label is repeated, [n]."""
-    labels = targets if isinstance(targets, list) else [[label] for label in targets]
-    return torch.tensor([len(own) for own in labels])
 
 
 def weight_of(label: Any) -> Any:
@@ -215,40 +131,27 @@ def make_task(changes: dict[str, Any]) -> dict[str, Callable]:
 
     def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
         augment = {"shift": 1, "flip": True} if spec["augment"] else {}
-        both = build_set(spec, spec["train"], 1, **augment), build_set(spec, spec["held_out"], 2)
-        return tuple(map(Ragged, both)) if spec["ragged"] else both
+        return build_set(spec, spec["train"], 1, **augment), build_set(spec, spec["held_out"], 2)
 
     def build_model(args: Namespace) -> nn.Module:
         return Net(spec, getattr(torch, args.dtype))
 
     def loss_weights(targets: Any) -> Tensor:
-        return times_of(targets) * weight_of(labels_of(targets))
+        return weight_of(targets)
 
     def per_sample_loss(outputs: Any, targets: Any) -> Tensor:
-        losses, times, targets = 0, times_of(targets), labels_of(targets)
+        losses = 0
         for logits in logits_of(outputs):
             losses = losses + F.cross_entropy(logits, targets, reduction="none")
-        if spec["gather"]:
-            every, _ = common.gather_samples(logits_of(outputs)[0])
-            distances = (logits_of(outputs)[0][:, None] - every).square().mean((1, 2))
-            losses = losses + 0.1 * distances
-        return losses * (times * weight_of(targets) if spec["weights"] else times)
+        return losses * weight_of(targets) if spec["weights"] else losses
 
     def per_sample_metrics(outputs: Any, targets: Any) -> dict[str, Any]:
-        times, targets = times_of(targets), labels_of(targets)
         logits = logits_of(outputs)[0].double()
         error = (logits.softmax(1) - F.one_hot(targets, CLASSES)).square().sum(1)
         hits = (logits.argmax(1) == targets).float()
-        found = {"minus_error": -error, "top1": (hits * times, times) if spec["ragged"] else hits}
-        found = dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
-        shares = {"share": logits.softmax(1).amax(1).tolist()}
-        return found | (shares if spec["whole"] else {})
+        found = {"minus_error": -error, "top1": hits}
+        return dict(reversed(found.items())) if spec["metric"] == "accuracy" else found
 
-    def dataset_metrics(lists: dict[str, list]) -> dict[str, float]:
-        ordered = [place * share for place, share in enumerate(lists.get("share", []), 1)]
-        return {"ordered": sum(ordered)} if ordered else {}
-
-    functions = [build_datasets, build_model, per_sample_loss, per_sample_metrics, dataset_metrics]
+    functions = [build_datasets, build_model, per_sample_loss, per_sample_metrics]
     functions += [loss_weights] if spec["weights"] else []
-    found = {function.__name__: function for function in functions}
-    return found | ({"collate": collate_ragged} if spec["ragged"] else {})
+    return {function.__name__: function for function in functions}

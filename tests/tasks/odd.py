@@ -1,6 +1,5 @@
 """The tiny digits with one oddity, named by `--model`: a model or a metric that is unusual, or that cannot be right."""
 
-import os
 import random
 
 import numpy as np
@@ -8,31 +7,10 @@ import tiny
 import torch
 from tiny import add_options, per_sample_loss
 from torch import nn
-from torch.utils.data import Dataset, random_split
 
 __all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 MODEL = ""  # what --model says
-
-
-class Own(Dataset):
-    """A wrapper that somebody wrote, with a name of its own for what it holds."""
-
-    def __init__(self, *parts):
-        self.parts = {"first": parts[0]}
-
-    def __len__(self):
-        return len(self.parts["first"])
-
-    def __getitem__(self, index):
-        return self.parts["first"][index]
-
-
-def wrap(dataset, kind):
-    """Return the same samples behind a wrapper of this kind."""
-    if kind == "random_split":
-        return random_split(dataset, [len(dataset)], torch.Generator().manual_seed(0))[0]
-    return Own(dataset)
 
 
 def build_datasets(args):
@@ -80,21 +58,9 @@ def build_model(args):
 
 def per_sample_metrics(outputs, targets):
     evaluation = not outputs.requires_grad  # else the metrics are of a training batch
-    if os.environ.get("STOP_IN_EVALUATION") and evaluation:
-        stop_once(os.environ["STOP_IN_EVALUATION"])
     metrics = tiny.per_sample_metrics(outputs, targets)
     if "sometimes" in MODEL and evaluation and (targets == 3).any():
         metrics["threes"] = (targets == 3).float()
     if "last_lacks" in MODEL and evaluation and len(targets) > 1:
         metrics["extra"] = metrics["top1"]
     return metrics
-
-
-def stop_once(what):
-    """Send this process the signal of SIGNAL:FILE, once: if there is no FILE, which is made."""
-    number, _, file = what.partition(":")
-    try:
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return
-    os.kill(os.getpid(), int(number))

@@ -60,18 +60,6 @@ class Renewed(Layer):
         return 1
 
 
-class Teacher(Layer):
-    """Its parameter changes in each forward, as that of a mean teacher."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = nn.Parameter(torch.ones(1), requires_grad=False)
-
-    def factor(self, value):
-        self.mean.data.mul_(0.9).add_(0.2)
-        return self.mean
-
-
 class Counts(Layer):
     """It keeps a number that is no tensor."""
 
@@ -141,7 +129,6 @@ KINDS = {
     "replaced": Replaced,
     "passing": Passing,
     "renewed": Renewed,
-    "teacher": Teacher,
     "counts": Counts,
     "norm": lambda: OwnNorm(32),
     "parameters": Parameters,
