@@ -1,8 +1,10 @@
 """What users bring with a state of its own: it is right, or a line names the way out. The task is tests/tasks/brought.py."""
 
+import subprocess
+
 import pytest
 import torch
-from harness import TASKS, train
+from harness import ROOT, TASKS, train
 
 ARGV = ("--task", str(TASKS / "brought.py"), *"--device cpu --batch-size 30 --epochs 1".split())
 ARGV += ("--log-every", "1", "--warmup-epochs", "0", "--schedule", "constant", "--lr", "0.1")
@@ -66,3 +68,16 @@ def test_file_beside_the_task_that_an_import_would_not_find_is_named(tmp_path):
     result = train("single", 1, *argv, folder=tmp_path)
     assert result.code == 0 and f"warning: task in {tmp_path} cannot be imported" in result.out
     assert torch.isfinite(torch.tensor(result.lines[-1]["loss"]))
+
+
+@pytest.mark.full
+def test_sharded_run_does_what_a_task_left_for_the_end(tmp_path):
+    """FSDP's threads may hang in Python's clean-up, so a rank leaves without it."""
+    task = (
+        "import atexit\nfrom task import *\natexit.register(print, 'the last words', flush=True)\n"
+    )
+    (tmp_path / "words.py").write_text(task)
+    argv = ["--task", tmp_path / "words.py", "--epochs", "1", "--output-dir", tmp_path / "run"]
+    command = ["bash", ROOT / "run.sh", "fsdp", "1", *argv, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "the last words" in done.stdout, done.stderr
