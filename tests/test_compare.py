@@ -314,7 +314,7 @@ STRANGE = {
 def test_a_command_that_cannot_run_is_said(name, command, tmp_path):
     text, words = STRANGE[name]
     (tmp_path / "script.py").write_text(HEAD + text)
-    with pytest.raises(CannotRun, match="^A") as error:
+    with pytest.raises(CannotRun, match=r"^A") as error:
         same_run(command(1, tmp_path / "script.py"), "true")
     assert words in str(error.value)
 

@@ -59,7 +59,6 @@ CAUSES = [
         why="the network was copied, rebuilt or cut into shards after the optimizer was made"),
     Row("optimizer", "parameters in no optimizer", always, hides=True,
         why="made after the optimizer, or left out of its groups: they stay as they are"),
-    Row("processes", "processes without steps", always, "the others train nothing", hides=True),
     Row("same samples", "rank of the sampler", lambda f: f.sampler == "DistributedSampler", hides=True,
         why="DistributedSampler has the same rank, or one replica, in all of them"),
     Row("same samples", "no sampler", always, hides=True,
@@ -81,9 +80,8 @@ CAUSES = [
     Row("buffers of the processes", "buffers not broadcast", always,
         "each process evaluates, and saves, statistics of its own samples"),
     Row("NaN", "NaN", always, "nothing can be compared from here on"),
-    Row("second epoch", "set_epoch is missing", lambda f: f.sampler == "DistributedSampler",
-        "call sampler.set_epoch(epoch) before each epoch", even="order"),
-    Row("second epoch", "one order in all epochs", always, "the sampler begins each epoch with one seed"),
+    Row("second epoch", "set_epoch is missing", always, even="order",
+        why="call sampler.set_epoch(epoch) before each epoch, or draw with another seed in each"),
     Row("padding", "padded epoch", always, "DistributedSampler without drop_last", note=True),
     Row("no gradient", "zero gradients", always, "it trains nothing", note=True),
     # Where two runs part, in the order in which a step computes.
@@ -156,9 +154,8 @@ CAUSES = [
     Row("gradients", "gradient", always,
         "outputs and loss are equal: a part is detached, or something changes gradients after the "
         "backward; cause not known"),
-    Row("buffers", "buffers", lambda f: any(f.norms), "statistics of the samples of rank 0 alone",
-        even="batchnorm"),
-    Row("buffers", "other buffers", always, "cause not known"),
+    Row("buffers", "buffers", always, even="batchnorm",
+        why="of BatchNorm: statistics of the samples of rank 0 alone; of others the cause is not known"),
     Row("length", "number of steps", always, "other epochs, or other steps per epoch"),
     Row("evaluation", "padded evaluation", lambda f: f.more and not f.less,
         "padded shards: these count twice, unless the program drops them"),
@@ -179,10 +176,8 @@ def explain(found: Facts) -> Cause:
 def diagnose(a: Run, b: Run, again: Run, limits: Limits, even: dict) -> list[Cause]:
     """Return the causes by which B is not A, and what both runs show, as notes."""
     rename(a, again)
-    if (
-        list(samples(a, again, 0))
-        or max(gaps(a.whole(0, "weights"), again.whole(0, "weights")).values()) > 1e-5
-    ):
+    far = max(gaps(a.whole(0, "weights"), again.whole(0, "weights")).values(), default=0)
+    if far > 1e-5 or list(samples(a, again, 0)):
         text = "A, started twice, is not the same run"
         return [explain(Facts(of="no seed", step=0, text=text))]
     sides = [[explain(f) for f in alone(run, limits)] for run in (a, b)]
@@ -206,16 +201,11 @@ def alone(run: Run, limits: Limits) -> Iterator[Facts]:
     who = f"{x}: the {run.world} processes"
     if strange := first["strange"]:
         every = strange + len(first["group_of"])
-        text = (
-            f"{x}: {strange} of {every} tensors of the optimizer are in no network that is trained"
-        )
+        text = f"{x}: {strange} of {every} tensors of the optimizer are in no trained network"
         yield Facts(of="optimizer", step=0, text=text, strange=True)
     if names := run.first(run.made - 1)["forgotten"]:
         text = f"{x}: {len(names)} trainable parameters are in no optimizer: {', '.join(names[:3])}"
         yield Facts(of="optimizer", step=0, text=text, strange=False)
-    if run.world == 1 < first["world"]:
-        text = f"{x}: only 1 of {first['world']} processes makes steps"
-        yield Facts(of="processes", step=0, text=text)
     taken = [sorted(map(key, rank)) for rank in run.samples(0)]
     if run.world > 1 and taken[0] and all(rank == taken[0] for rank in taken):
         text = f"{who} take the same {len(taken[0])} samples"
@@ -227,12 +217,10 @@ def alone(run: Run, limits: Limits) -> Iterator[Facts]:
     if parted:
         k, far = parted
         text, step = f"{who} step with different gradients ({far:.1g})", run.first(k)
-        made, called = (
-            "DDP made" in step["wrappers"],
-            "DistributedDataParallel" in step["wrappers"],
-        )
         facts = {"connected": step["connected"], "micro": len(step["pieces"])}
-        yield Facts(of=ALONE, step=k, text=text, made=made, called=called, **facts)
+        facts |= {"made": "DDP made" in step["wrappers"]}
+        facts |= {"called": "DistributedDataParallel" in step["wrappers"]}
+        yield Facts(of=ALONE, step=k, text=text, **facts)
     norms = [rank[0]["clips"][0][0] for rank in run.ranks if rank[0]["clips"]]
     if not parted and norms and max(norms) > min(norms) * (1 + 100 * allowed):
         each = ", ".join(f"{n:.3g}" for n in norms)
@@ -248,7 +236,7 @@ def alone(run: Run, limits: Limits) -> Iterator[Facts]:
     one, two = run.order(0), run.order(1)
     if two and one != sorted(one) and one[: len(two)] == two[: len(one)]:
         text = f"{x}: the second epoch has the order of the first one"
-        yield Facts(of="second epoch", step=None, text=text, sampler=loader["sampler"])
+        yield Facts(of="second epoch", step=None, text=text)
     if (extra := loader["extra"]) > 0:
         text = f"{x}: the sampler fills each epoch of {loader['size']} samples with {extra} twice"
         yield Facts(of="padding", step=None, text=text)
@@ -280,9 +268,8 @@ def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterato
 def tensors(what: str, a: Run, b: Run, k: int, limits: Limits) -> list[Facts]:
     """Compare weights or buffers before a step."""
     over = limits.excess(k, what, a.whole(k, what), b.whole(k, what))
-    norms = [len(run.network["norms"]) for run in (a, b)]
     text = over and f"they differ by up to {over[0]:.2g} ({over[1]})"
-    return [Facts(of=what, step=k, text=text, norms=norms)] if over else []
+    return [Facts(of=what, step=k, text=text)] if over else []
 
 
 def settings(a: Run, b: Run, k: int) -> Iterator[Facts]:
@@ -350,9 +337,8 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Facts]:
     if looks[0] == looks[1]:
         text = f"the same inputs, but {other} of {len(x)} have another target"
     elif p == q:
-        text = (
-            f"the same samples, but {len(y) - sum((looks[0] & looks[1]).values())} look different"
-        )
+        changed = len(y) - sum((looks[0] & looks[1]).values())
+        text = f"the same samples, but {changed} look different"
     elif len(x) != len(y):
         text = f"a step takes {sizes[0]} samples in A, {sizes[1]} in B"
     loaders = [run.loader() for run in (a, b)]
@@ -396,9 +382,7 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> list[Facts]:
     pieces = many.pieces(k)
     mine, rest = shares(x, [p for _, _, p in pieces])
     theirs, rest2 = shares(y, [p for _, _, p in pieces])
-    losses = [
-        float(np.mean([loss for _, loss, _ in run.pieces(k)] or [np.nan])) for run in (few, many)
-    ]
+    losses = [float(np.mean([p[1] for p in run.pieces(k)] or [np.nan])) for run in (few, many)]
     counts, n = np.array([count for count, *_ in pieces], float), many.world
     f = Facts(of="gradients", step=k, few=few.letter, many=many.letter, n=n, factor=factor[0])
     f.multiple, f.counts, f.mine, f.theirs = left < allowed, counts, mine, theirs
@@ -412,36 +396,27 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> list[Facts]:
     f.joined = lambda c: rest2 < 1e-3 and near(theirs.mean() * n, c)
     f.number_of = lambda c: f.multiple and number_of(f, c, few, many, k)
     f.earlier = left_of_two < allowed and abs(two[1]) > 1e-2
-    f.losses_alike = same_loss(losses, limits.at(k, "outputs"))
+    f.losses_alike = np.isclose(*losses, rtol=max(limits.at(k, "outputs"), 1e-5))
     f.pieces = len(pieces) > 1 and max(rest, rest2) < max(allowed, 1e-4)
     f.weighs = f"{f.few} weighs {f.many}'s pieces of {numbers(counts)} samples by {numbers(mine)}, {f.many} by {numbers(theirs)}"
     if f.pieces:
         f.left_out = min(abs(theirs)) < 1e-3 * max(abs(theirs))
         f.unequal = np.ptp(mine) > 0.01 * max(abs(mine))
         ratio = mine / np.where(theirs, theirs, np.nan)
-        f.by_count = np.ptp(counts) > 0 and np.allclose(
-            ratio / ratio.mean(), counts / counts.mean(), rtol=1e-2
-        )
+        by_count = np.allclose(ratio / ratio.mean(), counts / counts.mean(), rtol=1e-2)
+        f.by_count = by_count and np.ptp(counts) > 0
     return [f]
 
 
 def number_of(f: Facts, factor: float, few: Run, many: Run, k: int) -> bool:
     """Say whether a factor is the number of something, and what."""
-    micro, per = len(many.ranks[0][k]["pieces"]), len(many.samples(k)[0])
-    meanings = [
-        (micro, f"{many.letter}'s {micro} micro-batches"),
-        (many.world, f"the {many.world} processes"),
-    ]
-    meanings += [(len(few.ranks[0][k]["pieces"]), f"{few.letter}'s micro-batches")]
-    meanings += [(many.world * micro, "the processes and micro-batches")]
+    n, micro, per = many.world, len(many.first(k)["pieces"]), len(many.samples(k)[0])
+    meanings = [(micro, f"{many.letter}'s {micro} micro-batches"), (n, f"the {n} processes")]
+    meanings += [(len(few.first(k)["pieces"]), f"{few.letter}'s micro-batches")]
     meanings += [(per / micro, "the samples of a micro-batch"), (per, "the samples of a process")]
-    meanings += [(per * many.world, "the samples of a batch")]
+    meanings += [(n * micro, "processes and micro-batches"), (n * per, "the samples of a batch")]
     f.number = next((m for number, m in meanings if number > 1 and near(factor, number)), None)
     return f.number is not None
-
-
-def same_loss(losses: list[float], limit: float) -> bool:
-    return bool(np.isclose(*losses, rtol=max(limit, 1e-5)))
 
 
 def evaluation(a: Run, b: Run) -> list[Facts]:
@@ -455,9 +430,8 @@ def evaluation(a: Run, b: Run) -> list[Facts]:
     x, y = (Counter(s for rank in side for s in rank) for side in (x, y))
     more, less = sum((y - x).values()), sum((x - y).values())
     text = f"{sum(x.values())} samples in A, {sum(y.values())} in B ({per}): {more} too many, {less} missing"
-    return (
-        [Facts(of="evaluation", step=None, text=text, more=more, less=less)] if more or less else []
-    )
+    found = [Facts(of="evaluation", step=None, text=text, more=more, less=less)]
+    return found if more or less else []
 
 
 def numbers(values: np.ndarray) -> str:

@@ -74,12 +74,11 @@ class Run:
 
     def outputs(self, k: int) -> dict[tuple, np.ndarray]:
         """Return sums of each sample's output, by its hash and how many numbers they sum."""
-        calls = [c for rank in self.calls(k) for c in rank if c["outputs"] is not None]
-        return {
-            (s[2], c["outputs"][0]): row
-            for c in calls
-            for s, row in zip(c["samples"], c["outputs"][1])
-        }
+        found = {}
+        for call in (c for rank in self.calls(k) for c in rank if c["outputs"] is not None):
+            size, rows = call["outputs"]
+            found.update({(s[2], size): row for s, row in zip(call["samples"], rows)})
+        return found
 
     def pieces(self, k: int) -> list[tuple[int, float, Tensors]]:
         """Return (number of samples, loss, local gradient) of each backward on each rank."""
@@ -197,12 +196,9 @@ def shares(target: Tensors, pieces: list[Tensors]) -> tuple[np.ndarray, float]:
 def common_outputs(a: Run, b: Run, k: int) -> tuple[Tensors, Tensors]:
     """Return the outputs of the samples that both runs took in a step, each as one tensor."""
     x, y = a.outputs(k), b.outputs(k)
-    both = sorted(h for h in x.keys() & y.keys())
-    if not both:
-        return {}, {}
-    return {"outputs": np.concatenate([x[h] for h in both])}, {
-        "outputs": np.concatenate([y[h] for h in both])
-    }
+    both = sorted(x.keys() & y.keys())
+    sides = [np.concatenate([side[h] for h in both]) for side in (x, y)] if both else []
+    return tuple({"outputs": side} for side in sides) or ({}, {})
 
 
 class Limits:

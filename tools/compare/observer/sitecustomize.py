@@ -143,7 +143,7 @@ class Watcher:
                 return []
             if any(inputs.data_ptr() == t.data_ptr() for t in self.computed):
                 return []  # by another network: a GAN
-            hashes = hash_rows(inputs, tensors)
+            hashes = hash_rows(inputs)
         known = [self.ids.get(h) for h in hashes]
         if None in known:  # changed since the loader gave it: the newest batch of this size
             batch = next((b for b in reversed(self.drawn) if len(b) == len(hashes)), None)
@@ -194,7 +194,7 @@ class Watcher:
             targets = [sum(t) for t in targets] or [None] * len(indices)
             ids = [(mark, i, target) for i, target in zip(indices, targets)]
             self.drawn.append(ids)
-            self.ids.update(zip(hash_rows(inputs, tensors), ids))
+            self.ids.update(zip(hash_rows(inputs), ids))
         return batch
 
     # ---- backward and step -----------------------------------------------------------------------
@@ -249,30 +249,20 @@ class Watcher:
         self.settings = even.settings(optimizer)
         even.even_settings(optimizer, self.even.get("settings"), self.count)
         rank, self.world = rank_and_world()
+        free = [n for n, p in mine.items() if id(p) not in self.held and p.requires_grad]
         frozen = [n for n, p in self.parameters.items() if not p.requires_grad]
-        free = {n: p for n, p in mine.items() if id(p) not in self.held and p.requires_grad}
-        self.optimizer, self.record = optimizer, {
-            "rank": rank,
-            "world": self.world,
-            "connected": connected(),
-            "wrappers": sorted(self.wrappers),
-            "sharded": any(hasattr(p, "placements") for p in mine.values()),
-            "optimizer": type(optimizer).__name__,
-            "groups": even.settings(optimizer) if "settings" in self.even else self.settings,
-            "group_of": group_of,
-            "strange": len(pairs) - len(group_of),  # tensors of the optimizer, of no network
-            "forgotten": list(free),  # parameters in no optimizer
-            "frozen": frozen,
-            "weights": pack(mine),
-            "gradients": pack({n: p.grad for n, p in mine.items() if p.grad is not None}),
-            "buffers": self.buffers,
-            "calls": self.calls,
-            "pieces": self.pieces,
-            "clips": self.clips,
-            "schedulers": self.schedulers,
-            "evaluated": self.evaluated,
-            "second_epoch": self.second_epoch is not None,
-        }  # fmt: skip
+        gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
+        self.record = {"rank": rank, "world": self.world, "connected": connected()}
+        self.record |= {"optimizer": type(optimizer).__name__, "groups": even.settings(optimizer)}
+        self.record |= {"group_of": group_of, "forgotten": free, "frozen": frozen}
+        self.record |= {"strange": len(pairs) - len(group_of)}  # tensors of no network
+        self.record |= {"sharded": any(hasattr(p, "placements") for p in mine.values())}
+        self.record |= {"weights": pack(mine), "gradients": pack(gradients)}
+        self.record |= {"calls": self.calls, "pieces": self.pieces, "clips": self.clips}
+        self.record |= {"buffers": self.buffers}
+        self.record |= {"wrappers": sorted(self.wrappers), "schedulers": self.schedulers}
+        self.record |= {"evaluated": self.evaluated, "second_epoch": self.second_epoch is not None}
+        self.optimizer = optimizer
 
     def after_step(self, optimizer, args, kwargs):
         if in_worker() or self.record is None or optimizer is not self.optimizer:
@@ -379,27 +369,19 @@ def bytes_of_row(tensor):
     return tensor.numel() * tensor.element_size() // len(tensor)
 
 
-def hash_rows(tensor, beside=()):
-    """Return a hash of each row's bits. Token ids are hashed without the padding of their batch."""
+def hash_rows(tensor):
+    """Return a hash of each row's bits. Zeros at its end change nothing: they pad token ids."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
     rows = tensor.detach().reshape(len(tensor), -1).view(bits).long()
-    factors = hash_factors(rows.shape[1], rows.device)
-    alike = (t for t in beside if t is not tensor and t.shape == tensor.shape and t.dim() == 2)
-    for mask in alike if not tensor.is_floating_point() else ():
-        if mask.min() >= 0 and mask.max() <= 1:
-            rows = (rows + 1) * mask.long()
-            factors = factors[(mask.long().cumsum(1) - 1).clamp(min=0)]
-            break
-    return (rows * factors).sum(1).tolist()
+    return (rows * odd_numbers(rows.shape[1], rows.device)).sum(1).tolist()
 
 
 @functools.cache
-def hash_factors(size, device):
-    """Return odd 64-bit numbers, the same in every process; the first ones for any size."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(-(2**62), 2**62, (1 << 16,), generator=generator) * 2 + 1)[
-        torch.arange(size) % (1 << 16)
-    ].to(device) * (torch.arange(size, device=device) // (1 << 16) * 2 + 1)
+def odd_numbers(size, device):
+    """Return a large odd factor for each place of a row, the same in every process."""
+    places = torch.arange(size, device=device) + 1
+    places = (places ^ (places << 31)) * 0x2545F4914F6CDD1D  # wraps around, as is meant
+    return (places ^ (places >> 29)) * 0x27220A95FE10D9E5 | 1
 
 
 def signatures(rows):
@@ -455,7 +437,7 @@ def install():
     watch, module, base = Watcher(), torch.nn.Module, dataloader._BaseDataLoaderIter
     original.update(call=module.__call__, iter=dataloader.DataLoader.__iter__, next=base.__next__)
     original.update(next_index=base._next_index, backward=torch.autograd.backward)
-    call = module.__call__
+    call = original["call"]
 
     def watched_call(self, *args, **kwargs):
         return call(self, *args, **kwargs) if watch.busy else watch.call(self, args, kwargs)
@@ -470,35 +452,30 @@ def install():
     atexit.register(watch.rest)
     os.register_at_fork(after_in_child=watch.reset)
 
-    clip, step, compiled = (
-        torch.nn.utils.clip_grad_norm_,
-        lr_scheduler.LRScheduler.step,
-        torch.compile,
-    )
+    def follow(owner, name, see):
+        function = getattr(owner, name)
 
-    def watched_clip(parameters, max_norm, *args, **kwargs):
-        norm = clip(parameters, max_norm, *args, **kwargs)
-        watch.clips.append((float(norm), float(max_norm)))
-        return norm
+        @functools.wraps(function)
+        def followed(*args, **kwargs):
+            result = function(*args, **kwargs)
+            see(args, kwargs, result)
+            return result
 
-    def watched_scheduler(self, *args, **kwargs):
+        setattr(owner, name, followed)
+
+    def see_clip(args, kwargs, norm):
+        watch.clips.append(
+            (float(norm), float(kwargs.get("max_norm", args[1] if len(args) > 1 else math.nan)))
+        )
+
+    def see_scheduler(args, kwargs, result):
         watch.schedulers += 1
-        return step(self, *args, **kwargs)
 
-    def watched_compile(*args, **kwargs):
-        watch.wrappers.add("compile")
-        return compiled(*args, **kwargs)
-
-    made = torch.nn.parallel.DistributedDataParallel.__init__
-
-    def watched_ddp(self, *args, **kwargs):
-        watch.wrappers.add("DDP made")
-        made(self, *args, **kwargs)
-
-    torch.nn.parallel.DistributedDataParallel.__init__ = watched_ddp
-    torch.nn.utils.clip_grad_norm_ = watched_clip
-    lr_scheduler.LRScheduler.step = watched_scheduler
-    torch.compile = watched_compile
+    ddp = torch.nn.parallel.DistributedDataParallel
+    follow(torch.nn.utils, "clip_grad_norm_", see_clip)
+    follow(lr_scheduler.LRScheduler, "step", see_scheduler)
+    follow(ddp, "__init__", lambda *_: watch.wrappers.add("DDP made"))
+    follow(torch, "compile", lambda *_: watch.wrappers.add("compile"))
     even.install(watch.even)
 
 
