@@ -139,7 +139,9 @@ def records_of(path: Path) -> Any:
 
 def unpack(packed: tuple) -> Tensors:
     names, sizes, numbers = packed
-    return dict(zip(names, np.split(numbers, np.cumsum(sizes)[:-1]))) if names else {}
+    if not names:
+        return {}
+    return dict(zip(names, np.split(numbers.astype(np.float64), np.cumsum(sizes)[:-1])))
 
 
 def rename(a: Run, b: Run) -> None:

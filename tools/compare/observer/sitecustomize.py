@@ -45,6 +45,7 @@ class Watcher:
         self.busy = False  # within a forward or a backward, whose inner calls are not watched
         self.local = None  # gradients of the backward that runs, before DDP averages them
         self.record = None  # of the step that runs
+        self.several = False  # backwards in the step before
         self.ids, self.drawn, self.seen = {}, deque(maxlen=64), set()  # samples
         self.new_step()
 
@@ -117,7 +118,7 @@ class Watcher:
     def first_call(self, module):
         """Make a network even before its first forward, and describe it."""
         self.networks.append(id(module))
-        even.even_network(module, len(self.networks), self.even, FOLDER, place, rank_and_world()[0])
+        even.even_network(module, len(self.networks), self.even, FOLDER, place, group()[0])
         if self.plan["shake"]:
             even.shake(module, place)
         modules = [(type(m).__name__, m) for m in module.modules()]
@@ -138,7 +139,7 @@ class Watcher:
             hashes = [hash_rows(t[None])[0] for t in given]  # detection: images of any size
         else:
             tensors = [t for t in flat((args, kwargs)) if t.dim() and len(t)]
-            inputs = max(tensors, key=bytes_of_row, default=None)
+            inputs = largest(tensors)
             if inputs is None or inputs.requires_grad:
                 return []
             if any(inputs.data_ptr() == t.data_ptr() for t in self.computed):
@@ -189,7 +190,7 @@ class Watcher:
             return batch
         tensors = [t for t in flat(batch) if t.dim() and len(t) == len(indices)]
         if tensors:
-            inputs = max(tensors, key=bytes_of_row)
+            inputs = largest(tensors)
             targets = zip(*[hash_rows(t) for t in tensors if t is not inputs])
             targets = [sum(t) for t in targets] or [None] * len(indices)
             ids = [(mark, i, target) for i, target in zip(indices, targets)]
@@ -201,20 +202,22 @@ class Watcher:
 
     def backward(self, tensors, *args, **kwargs):
         """Stand in for torch.autograd.backward: keep loss and local gradient of each."""
-        if self.busy or in_worker():
+        if self.busy:
             return original["backward"](tensors, *args, **kwargs)
         if any(c["training"] for c in self.calls):  # the others were an evaluation
             self.evaluated += [s for c in self.calls if not c["training"] for s in c["samples"]]
             self.calls = [c for c in self.calls if c["training"]]
         losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         loss = float(sum(t.detach().sum() for t in losses))
-        self.busy, self.local = True, {}
+        # A single backward of one process has the gradient of the step: kept at the start alone.
+        keeps = self.count < 3 or self.world > 1 or self.several
+        self.busy, self.local = True, {} if keeps else None
         try:
             return original["backward"](tensors, *args, **kwargs)
         finally:
             first = self.calls[self.told : self.told + 1]
             count = sum(len(c["samples"]) for c in first)
-            self.pieces.append((count, loss, pack(self.local, made=True)))
+            self.pieces.append((count, loss, pack(self.local or {}, made=True)))
             self.busy, self.local, self.told = False, None, len(self.calls)
 
     def keep_local(self, name, gradient):
@@ -224,7 +227,7 @@ class Watcher:
 
     def before_step(self, optimizer, args, kwargs):
         """Record a step of an optimizer, as soon as its gradients are there."""
-        if in_worker() or self.record is not None:  # an optimizer within an optimizer
+        if self.record is not None:  # an optimizer within an optimizer
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -248,11 +251,11 @@ class Watcher:
             self.pieces.append((0, math.nan, pack({})))
         self.settings = even.settings(optimizer)
         even.even_settings(optimizer, self.even.get("settings"), self.count)
-        rank, self.world = rank_and_world()
+        rank, self.world, connected = group()
         free = [n for n, p in mine.items() if id(p) not in self.held and p.requires_grad]
         frozen = [n for n, p in self.parameters.items() if not p.requires_grad]
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
-        self.record = {"rank": rank, "world": self.world, "connected": connected()}
+        self.record = {"rank": rank, "world": self.world, "connected": connected}
         self.record |= {"optimizer": type(optimizer).__name__, "groups": even.settings(optimizer)}
         self.record |= {"group_of": group_of, "forgotten": free, "frozen": frozen}
         self.record |= {"strange": len(pairs) - len(group_of)}  # tensors of no network
@@ -265,12 +268,12 @@ class Watcher:
         self.optimizer = optimizer
 
     def after_step(self, optimizer, args, kwargs):
-        if in_worker() or self.record is None or optimizer is not self.optimizer:
+        if self.record is None or optimizer is not self.optimizer:
             return
         if "settings" in self.even:
             even.even_settings(optimizer, [self.settings], 0)
         self.write("step", **self.record)
-        self.record = None
+        self.record, self.several = None, len(self.pieces) > 1
         self.new_step()
         self.count += 1
         if self.last_step():
@@ -297,7 +300,7 @@ class Watcher:
         """End once all ranks are here: the others may still need what this one sends."""
         import multiprocessing
 
-        rank, world = rank_and_world()
+        rank, world, _ = group()
         self.file.close()
         open(f"{FOLDER}/{rank}.done", "w").close()
         until = time.monotonic() + 10
@@ -322,18 +325,23 @@ class Watcher:
 def pack(named, made=False):
     """Return names, sizes and numbers of tensors, by one copy to the CPU for all of them."""
     parts = list(named.values()) if made else [numbers(t) for t in named.values()]
-    parts = [p.to(parts[0].device) for p in parts]
-    whole = torch.cat(parts).double().cpu().numpy() if parts else None
-    return list(named), [len(p) for p in parts], whole
+    if len({p.device for p in parts}) > 1:
+        parts = [p.cpu() for p in parts]
+    whole = torch.cat(parts).cpu() if parts else None
+    if whole is not None:
+        whole = (whole if whole.dtype == torch.float32 else whole.double()).numpy()
+    return list(named), [p.numel() for p in parts], whole
 
 
 def numbers(tensor):
     """Return numbers that add up as the tensor does: over ranks, shards, pieces, with factors."""
+    if tensor.numel() <= SMALL and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.detach().reshape(-1)  # most tensors of a small network
     offset, part, total = place(tensor.detach())
     part = (part if part.layout == torch.strided else part.to_dense()).reshape(-1)
     length = total if total <= SMALL else -(-total // WIDTH) * WIDTH
-    if len(part) < length:
-        part = torch.nn.functional.pad(part, (offset, length - offset - len(part)))
+    if part.numel() < length:
+        part = torch.nn.functional.pad(part, (offset, length - offset - part.numel()))
     if total > SMALL:
         part = signs(length // WIDTH, part.device) @ part.double().view(-1, WIDTH)
     return part
@@ -365,8 +373,9 @@ def flat(value):
             yield from flat(item)
 
 
-def bytes_of_row(tensor):
-    return tensor.numel() * tensor.element_size() // len(tensor)
+def largest(tensors):
+    """Return the tensor with the most bytes for each sample: the inputs, beside targets or masks."""
+    return max(tensors, key=lambda t: t.numel() * t.element_size() // len(t), default=None)
 
 
 def hash_rows(tensor):
@@ -385,15 +394,9 @@ def odd_numbers(size, device):
 
 
 def signatures(rows):
-    """Return four sums of the numbers of each sample's output, and how many they are."""
-    rows = rows.detach().reshape(len(rows), -1)
-    rows = rows[:, :: -(-rows.shape[1] // 4096)].double()
-    return rows.shape[1], (rows @ waves(rows.shape[1], rows.device)).cpu().numpy()
-
-
-@functools.cache
-def waves(size, device):
-    return (torch.arange(4 * size).double() * 0.7).cos().view(size, 4).to(device)
+    """Return sum and sum of squares of each sample's output, and how many numbers they are."""
+    rows = rows.detach().reshape(len(rows), -1).double()
+    return rows.shape[1], torch.stack([rows.sum(1), rows.square().sum(1)], 1).cpu().numpy()
 
 
 def plain(name):
@@ -404,14 +407,12 @@ def in_worker():  # of a DataLoader
     return torch.utils.data.get_worker_info() is not None
 
 
-def connected():
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def rank_and_world():
-    if connected():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def group():
+    """Return rank, number of processes, and whether there is a process group."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size(), True
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), False
 
 
 # ---- installation --------------------------------------------------------------------------------
@@ -464,9 +465,8 @@ def install():
         setattr(owner, name, followed)
 
     def see_clip(args, kwargs, norm):
-        watch.clips.append(
-            (float(norm), float(kwargs.get("max_norm", args[1] if len(args) > 1 else math.nan)))
-        )
+        limit = args[1] if len(args) > 1 else kwargs["max_norm"]
+        watch.clips.append((float(norm), float(limit)))
 
     def see_scheduler(args, kwargs, result):
         watch.schedulers += 1
@@ -487,6 +487,8 @@ class Finder:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
+        if spec is None:  # this Python has no torch
+            return None
         execute = spec.loader.exec_module
 
         def execute_and_install(module):
