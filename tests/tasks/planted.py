@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 parser = argparse.ArgumentParser()
 parser.add_argument("fault", nargs="?", default="none")
@@ -82,7 +82,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-torch.manual_seed(rank + 1 if fault in ("seed-per-rank", "seed-dropped") else 0)
+torch.manual_seed(rank + 1 if fault == "seed-per-rank" else 0)
 net = Net()
 if fault == "other-init":
     for parameter in net.parameters():
@@ -116,7 +116,7 @@ if fault == "loaded-momentum":
         optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, 0.01)
 
 by_hand = args.plain or fault in ("seed-per-rank", "sum-of-ranks", "divided-twice", "clip-first")
-by_hand = by_hand or fault in ("no-group", "no-ddp", "local-sgd")
+by_hand = by_hand or fault in ("no-group", "no-ddp")
 model = net
 if world > 1 and not by_hand:
     unused = fault == "unused-branch"
@@ -131,8 +131,9 @@ sampler = DistributedSampler(train_set, world, rank, seed=7 if fault == "other-s
 if fault == "no-shuffle":
     sampler = DistributedSampler(train_set, world, rank, shuffle=False)
 if fault in ("no-sampler", "wrong-rank"):
-    sampler = DistributedSampler(train_set, 1, 0) if fault == "no-sampler" else sampler
     sampler = DistributedSampler(train_set, world, 0) if fault == "wrong-rank" else sampler
+    if fault == "no-sampler":
+        sampler = RandomSampler(train_set, generator=torch.Generator().manual_seed(0))
 val_sampler = DistributedSampler(val_set, world, rank, shuffle=False)
 train_loader = DataLoader(train_set, per_rank, sampler=sampler, drop_last=args.samples % 32 == 0)
 val_loader = DataLoader(val_set, 16, sampler=val_sampler if fault == "padded-evaluation" else None)
@@ -177,14 +178,14 @@ def train_step(micro_batches):
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             outputs = call(x)
         share = 1 if fault == "no-division" else len(micro_batches)
-        share *= world if fault == "divided-by-world" else 1
+        share *= {"divided-by-world": world, "scaled": 10 / 3}.get(fault, 1)
         loss = loss_of(outputs.to(x.dtype), y) / share
         if fault == "nan" and steps == 3:
             loss = loss * float("nan")
         loss.backward()
     if fault == "clip-first":
         nn.utils.clip_grad_norm_(net.parameters(), args.clip)
-    if by_hand and world > 1 and fault not in ("no-group", "no-ddp", "local-sgd"):
+    if by_hand and world > 1 and fault not in ("no-group", "no-ddp"):
         for parameter in net.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= {"sum-of-ranks": 1, "divided-twice": world * world}.get(fault, world)
@@ -192,10 +193,6 @@ def train_step(micro_batches):
     if limit and fault not in ("clip-first", "no-clip"):
         nn.utils.clip_grad_norm_(net.parameters(), limit)
     optimizer.step()
-    if fault == "local-sgd":
-        for parameter in net.parameters():
-            dist.all_reduce(parameter.data)
-            parameter.data /= world
     for _ in range(world if fault == "scheduler-per-process" else 1):
         if fault != "no-scheduler":
             scheduler.step()
@@ -205,9 +202,9 @@ def train_step(micro_batches):
 
 
 steps = 0
-torch.manual_seed(rank if fault != "same-state" else 0)  # dropout and augmentation
+torch.manual_seed(rank)  # dropout and augmentation
 for epoch in range(args.epochs):
-    if fault != "set-epoch":
+    if fault not in ("set-epoch", "no-sampler"):
         sampler.set_epoch(epoch)
     model.train(not (fault == "stays-in-eval" and epoch))
     waiting = []

@@ -17,14 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from tools.compare import causes
-from tools.compare.records import Limits, gaps, read, rename
+from tools.compare.records import Limits, Run, gaps, read
 
 OBSERVER = Path(__file__).resolve().parent / "observer"
 NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # of --even, see even.py
@@ -45,7 +45,16 @@ class Result:
     noise: list = field(default_factory=list)
 
 
-def compare(command_a, command_b, *, steps=0, even_names=(), float64=False, timeout=600, say=print):
+def compare(
+    command_a: str,
+    command_b: str,
+    *,
+    steps: int = 0,
+    even_names: Iterable[str] = (),
+    float64: bool = False,
+    timeout: float = 600,
+    say: Callable[[str], None] = print,
+) -> Result:
     """Run both commands until nothing else differs, or nothing more can be seen; return a Result."""
     even = dict.fromkeys(even_names, True) | ({"float64": True} if float64 else {})
     found, notes, first = {}, {}, []
@@ -53,37 +62,20 @@ def compare(command_a, command_b, *, steps=0, even_names=(), float64=False, time
         runs = Runs(Path(folder), {"A": command_a, "B": command_b}, steps, timeout, say)
         for _ in range(ROUNDS):
             a, b = runs.get("A", even), runs.get("B", even)
+            again = runs.get("A", even, shake=True)
             first = first or [describe(a, command_a), describe(b, command_b)]
-            new, limits = {}, Limits(a)
-            # What lies far apart in the first step needs no measured limit to be seen.
-            if not any(c.even and c.step == 0 for c in causes.parting(a, b, limits)):
-                again = runs.get("A", even, shake=True)
-                if started_alike(a, again):
-                    limits = Limits(a, again)
-                else:
-                    text = "A, started twice, is not the same run"
-                    new["no seed"] = causes.Cause("no seed", 0, text, even={"seed": True})
-                a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
-            own = [{c.what: c for c in causes.own(run, limits)} for run in (a, b)]
-            notes |= {what: own[0][what] for what in own[0] if what in own[1]}
-            parted = causes.parting(a, b, limits)
-            for cause in (*own[0].values(), *own[1].values(), *parted, *causes.evaluation(a, b)):
-                if cause.what not in notes:
-                    new.setdefault(cause.what, cause)
-            order = new.get("order of samples")
-            later = order and all(s[1] for rank in b.samples(order.step) for s in rank)
-            if later and "order of the second epoch" in new:
-                new.pop("order of samples")  # it follows from that
-            if "NaN" in new and any(c.step is not None and c.what != "NaN" for c in new.values()):
-                new.pop("NaN")  # what a cause before it may have led to
-            for what, cause in new.items():
-                (notes if cause.note else found).setdefault(what, cause)
-            remedies = {k: v for c in new.values() for k, v in c.even.items() if k not in even}
+            limits = Limits(a, again)
+            a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
+            new = causes.diagnose(a, b, again, limits, even)
+            notes |= {c.name: c for c in new if c.note}
+            new = [c for c in new if not c.note and c.name not in notes]
+            for cause in new:
+                found.setdefault(cause.name, cause)
+            remedies = {k: v for c in new for k, v in c.even.items() if k not in even}
             if not remedies:
                 break
             even |= remedies
-    behind = bool(parted) or any(c.step is not None and not c.note for c in new.values())
-    return report(a, b, even, list(found.values()), list(notes.values()), behind, limits, first)
+    return report(a, b, even, list(found.values()), list(notes.values()), bool(new), limits, first)
 
 
 @dataclass
@@ -91,37 +83,30 @@ class Runs:
     """Starts the commands, each in a directory of its own; A only if its plan has changed."""
 
     folder: Path
-    commands: dict
+    commands: dict[str, str]
     steps: int
     timeout: float
-    say: Callable
-    made: dict = field(default_factory=dict)
+    say: Callable[[str], None]
+    made: dict = field(default_factory=dict)  # {(letter, shake, plan): run}
+    weights: str = ""  # the directory that has A's
 
-    def get(self, letter, even, shake=False):
-        plan = dict(even)
-        if letter == "A":  # whose weights and settings B gets
-            plan = {k: v for k, v in even.items() if k not in ("weights", "settings", "gradient")}
-            self.mine = plan if not shake else self.mine
+    def get(self, letter: str, even: dict, shake: bool = False) -> Run:
+        """Return what a command did with these things made even."""
+        own = ("weights", "settings", "gradient")  # which are A's, so that A has them
+        plan = {k: v for k, v in even.items() if letter == "B" or k not in own}
         name = json.dumps([letter, shake, plan])
         if name in self.made:
-            return self.made[name][0]
-        if "weights" in even and (letter == "B" or shake):
-            plan["weights"] = str(self.made[json.dumps(["A", False, self.mine])][1])
+            return self.made[name]
         folder = self.folder / str(len(self.made))
+        if letter == "A" and not shake:
+            self.weights = str(folder)
+        elif "weights" in even:
+            plan["weights"] = self.weights
         words = f", with {', '.join(even)} made even" if even else ""
         self.say(f"{letter}{' again, with another last bit' * shake}{words}")
         plan = {"steps": self.steps, "shake": shake, "even": plan}
-        run = launch(letter, self.commands[letter], folder, plan, self.timeout)
-        self.made[name] = run, folder
-        return run
-
-
-def started_alike(a, again):
-    """Say whether A began as it did before."""
-    rename(a, again)
-    samples = [[s[:1] + s[2:3] for rank in run.samples(0) for s in rank] for run in (a, again)]
-    far = max(gaps(a.whole(0, "weights"), again.whole(0, "weights")).values(), default=0.0)
-    return samples[0] == samples[1] and far < 1e-5
+        self.made[name] = launch(letter, self.commands[letter], folder, plan, self.timeout)
+        return self.made[name]
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -185,40 +170,39 @@ def end_all(folder):
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def describe(run, command):
-    first, network = run.at(0)[0], run.network
-    per = " + ".join(str(len(rank)) for rank in run.samples(0))
-    text = f"{network['name']} of {network['numbers']:,} parameters, {first['optimizer']}"
+def describe(run: Run, command: str) -> str:
+    per, network = " + ".join(str(len(rank)) for rank in run.samples(0)), run.network
+    text = f"{network['name']} of {network['numbers']:,} parameters, {run.first(0)['optimizer']}"
     plural = "es" * (run.world > 1)
     return f"{run.letter}  {command[:120]}\n   {run.world} process{plural}, {per} samples, {text}"
 
 
-def report(a, b, even, found, notes, behind, limits, first):
+def report(a, b, even, found, notes, behind, limits, first) -> Result:
+    """Return the Result with its lines; behind: of the last runs something still differs."""
     verdict = "THE SAME TRAINING RUN"
     if found:
         verdict = f"NOT {verdict}: {len(found)} cause{'s' * (len(found) > 1)}"
     lines, steps, names = [verdict], min(a.steps, b.steps), ", ".join(even)
     for i, c in enumerate(found[:6], 1):
         where = "" if c.step is None else f", at step {c.step + 1}"
-        lines.append(f"{i}. {c.what}{where}: {c.text}")
-        lines += [f"   why: {c.why}"] if c.why else []
+        lines += [f"{i}. {c.name}{where}: {c.text}", f"   why: {c.why}"]
     lines += [f"   and {len(found) - 6} more"] if len(found) > 6 else []
-    lines += [f"note: {c.text}" + f" ({c.why})" * bool(c.why) for c in notes[:3]]
+    lines += [f"note: {c.text} ({c.why})" for c in notes[:3]]
     both = [(a.whole(k, "weights"), b.whole(k, "weights")) for k in range(steps)]
     far = [max(gaps(x, y).values(), default=0.0) for x, y in both]
-    noise = [limits.at(k, "weights") / 30 if limits.measured else 0.0 for k in range(steps)]
+    noise = [max(limits.noise[k, "weights"].values(), default=0.0) for k in range(steps)]
     if behind:
         lines.append(f"What lies behind cause {len(found)} cannot be seen before that is mended.")
         lines += [f"Made even: {names}."] if even else []
     elif steps:
-        apart = (
-            f"With {names} made even nothing else" if even else "Nothing" + " else" * bool(found)
-        )
+        apart = "Nothing" + " else" * bool(found)
+        apart = f"With {names} made even nothing else" if even else apart
         agree = f"the weights agree to {far[-1]:.0e}, roundings alone make {noise[-1]:.0e}"
         lines.append(f"{apart} differs in {steps} steps; {agree}.")
     unseen = [] if any(a.evaluated()) and any(b.evaluated()) else ["an evaluation"]
-    unseen += [] if steps and a.at(steps - 1)[0]["second_epoch"] else ["a second epoch"]
-    unseen += ["what compiled code does"] if a.compiled or b.compiled else []
+    unseen += [] if steps and a.first(steps - 1)["second_epoch"] else ["a second epoch"]
+    compiled = any("compile" in run.first(run.made - 1)["wrappers"] for run in (a, b))
+    unseen += ["what compiled code does"] if compiled else []
     lines += [f"Not seen in {steps} steps: {', '.join(unseen)}."] if unseen else []
     return Result(not found, found, notes, lines + first, far, noise)
 

@@ -131,22 +131,14 @@ def shake(network, place):
 
 def settings(optimizer):
     """Return the numbers of each group: learning rate, weight decay, momentum."""
-    skipped = {
-        "params",
-        "foreach",
-        "fused",
-        "capturable",
-        "differentiable",
-        "initial_lr",
-        "param_names",
-    }
-    groups = [{k: v for k, v in g.items() if k not in skipped} for g in optimizer.param_groups]
+    skipped = {"params", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+    groups = [
+        {k: g[k] for k in g.keys() - skipped - {"param_names"}} for g in optimizer.param_groups
+    ]
     for group in groups:
         for key, value in group.items():
-            if isinstance(value, torch.Tensor):
-                group[key] = float(value)
-            elif isinstance(value, list):
-                group[key] = tuple(value)
+            value = float(value) if isinstance(value, torch.Tensor) else value
+            group[key] = tuple(value) if isinstance(value, list) else value
     return groups
 
 
