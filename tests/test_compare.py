@@ -394,3 +394,93 @@ def test_an_unusual_script_is_the_same_as_itself(name, command, tmp_path, capsys
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
     assert main([one, other]) == 1
     assert "learning rate" in capsys.readouterr().out
+
+
+# What public programs do, and what once was misjudged: (script, A's and B's world size and arguments, what is said)
+START = 'import os, sys, torch\nN, R = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0)))\n'
+START += "first, second = map(int, sys.argv[1:])\ntorch.manual_seed(0)\ng = torch.Generator().manual_seed(1)\n"
+AHEAD = """
+data = torch.utils.data.TensorDataset(torch.randn(96, 7, generator=g), torch.randint(3, (96,), generator=g))
+net = torch.nn.Linear(7, 3)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+def ahead(loader):
+    last = None
+    for x, y in loader:
+        if last is not None:
+            yield last
+        last = x * 2, y
+    yield last
+for epoch in range(3):
+    order = torch.Generator().manual_seed(epoch)
+    loader = torch.utils.data.DataLoader(data, first, shuffle=True, generator=order)
+    for k, (x, y) in enumerate(ahead(loader)):
+        (torch.nn.functional.cross_entropy(net(x), y) / second).backward()
+        if (k + 1) % second == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+MASK = """
+if N > 1:
+    torch.distributed.init_process_group("gloo")
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+    def forward(self, x):
+        return (self.layer(x)[:, None] + self.mask).softmax(-1).sum(1)
+net, x = Net(), torch.randn(64, 4, generator=g)
+model = torch.nn.parallel.DistributedDataParallel(net) if N > 1 else net
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for k in range(4):
+    own = slice(16 * k + first * R, 16 * k + first * (R + 1))
+    optimizer.zero_grad()
+    model(x[own]).square().mean().backward()
+    optimizer.step()
+"""
+TOKENS = """
+ids = torch.randint(1, 50, (96, 8), generator=g)
+rows = [{"types": torch.zeros_like(i), "ids": i, "mask": torch.ones_like(i), "y": i[0] % 3} for i in ids]
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 3)
+    def forward(self, types, ids, mask):
+        return self.head(self.words(ids).mean(1))
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+order = torch.Generator().manual_seed(second)
+for batch in torch.utils.data.DataLoader(rows, first, shuffle=True, generator=order):
+    y = batch.pop("y")
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(net(**batch), y).backward()
+    optimizer.step()
+"""
+DRAWN = """
+torch.seed()
+data = torch.utils.data.TensorDataset(torch.rand(64, 4), torch.rand(64, 1))
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for x, y in torch.utils.data.DataLoader(data, first):
+    optimizer.zero_grad()
+    (net(x) - y).square().mean().backward()
+    optimizer.step()
+"""
+PUBLIC = {
+    "fetches a batch ahead": (AHEAD, (1, 16, 1), (1, 8, 2), ""),
+    "a mask of infinities": (MASK, (1, 16, 0), (2, 8, 0), ""),
+    "tokens in another order": (TOKENS, (1, 16, 0), (1, 16, 1), "order of samples"),
+    "no seed": (DRAWN, (1, 16, 0), (1, 16, 0), "no seed"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_public_programs_do_is_judged_rightly(name, command, tmp_path, capsys):
+    text, *sides, cause = PUBLIC[name]
+    (tmp_path / "script.py").write_text(START + text)
+    one, other = (command(n, tmp_path / "script.py", f"{i} {j}") for n, i, j in sides)
+    assert main([one, other]) == bool(cause)
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == ("NOT THE SAME TRAINING RUN: 1 cause" if cause else "THE SAME TRAINING RUN")
+    assert second.startswith(f"1. {cause}" if cause else "Nothing differs")

@@ -186,10 +186,13 @@ def diagnose(a: Run, b: Run, again: Run, limits: Limits, even: dict) -> list[Cau
     for cause in mine:
         cause.note |= cause.name in both
     differ = [c for c in mine if not c.note]
-    parted = [*parting(a, b, limits, even, any(c.hides for c in differ)), *evaluation(a, b)]
+    parted = [*parting(a, b, limits, even, any(c.hides for c in differ))]
     if any("order" in c.even for c in differ):  # of the second epoch: what differs there follows
         parted = [f for f in parted if f.of != "samples" or not b.samples(f.step)[0][0][0][1]]
-    return mine + [explain(f) for f in parted]
+    found = mine + [explain(f) for f in parted]
+    if any("order" in c.even for c in found):
+        return found  # an evaluation may take samples of the training set: first their order
+    return found + [explain(f) for f in evaluation(a, b)]
 
 
 # ---- what one run shows by itself ----------------------------------------------------------------
@@ -387,7 +390,14 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> list[Facts]:
     f = Facts(of="gradients", step=k, few=few.letter, many=many.letter, n=n, factor=factor[0])
     f.multiple, f.counts, f.mine, f.theirs = left < allowed, counts, mine, theirs
     f.value = f.factor if many is b else 1 / f.factor
-    if few.first(k)["clips"]:
+    if f.multiple and abs(f.factor - 1) < 1e-3:
+        return []  # roundings, which are larger than those of A by chance
+    if any(
+        size > limit
+        for r in (few, many)
+        for j in range(k, r.made)
+        for size, limit in r.first(j)["clips"]
+    ):
         f.value = None  # what clipping leaves has another factor
     f.text = f"they differ by {over[0]:.1g} ({over[1]}), and are no multiple; mean loss {losses[0]:.6g} in {f.few}, {losses[1]:.6g} in {f.many}"
     if f.multiple:

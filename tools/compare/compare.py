@@ -75,7 +75,8 @@ def compare(
             if not remedies:
                 break
             even |= remedies
-    return report(a, b, even, list(found.values()), list(notes.values()), bool(new), limits, first)
+    hidden = [b.made if c.step is None else c.step for c in new]  # steps before which all was seen
+    return report(a, b, even, list(found.values()), list(notes.values()), hidden, limits, first)
 
 
 @dataclass
@@ -131,8 +132,11 @@ def launch(letter, command, folder, plan, timeout):
     elif run.nan == 0:
         why = f"{letter}: the gradients of the first step are NaN or infinite"
     with (folder / "log").open("rb") as log:  # which may be large
-        log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
-        lines = log.read().decode(errors="replace").strip().splitlines()[-8:]
+        log.seek(max(0, log.seek(0, os.SEEK_END) - 20_000))
+        text = log.read().decode(errors="replace").strip()
+    lines = text.splitlines()
+    own = next((i for i, line in enumerate(lines) if "elastic/multiprocessing" in line), len(lines))
+    lines = lines[:own][-8:]  # what torchrun adds says nothing of the error
     words = "Its last lines:" if lines else "It printed nothing."
     raise CannotRun("\n".join([f"{why}. {words}", *(f"  {line[:200]}" for line in lines)]))
 
@@ -177,8 +181,8 @@ def describe(run: Run, command: str) -> str:
     return f"{run.letter}  {command[:120]}\n   {run.world} process{plural}, {per} samples, {text}"
 
 
-def report(a, b, even, found, notes, behind, limits, first) -> Result:
-    """Return the Result with its lines; behind: of the last runs something still differs."""
+def report(a, b, even, found, notes, hidden, limits, first) -> Result:
+    """Return the Result with its lines; hidden: steps at which the last runs still differ."""
     verdict = "THE SAME TRAINING RUN"
     if found:
         verdict = f"NOT {verdict}: {len(found)} cause{'s' * (len(found) > 1)}"
@@ -191,14 +195,16 @@ def report(a, b, even, found, notes, behind, limits, first) -> Result:
     both = [(a.whole(k, "weights"), b.whole(k, "weights")) for k in range(steps)]
     far = [max(gaps(x, y).values(), default=0.0) for x, y in both]
     noise = [max(limits.noise[k, "weights"].values(), default=0.0) for k in range(steps)]
-    if behind:
+    if hidden:
         lines.append(f"What lies behind cause {len(found)} cannot be seen before that is mended.")
         lines += [f"Made even: {names}."] if even else []
-    elif steps:
+    before = min([steps, *hidden])
+    if before:
         apart = "Nothing" + " else" * bool(found)
         apart = f"With {names} made even nothing else" if even else apart
-        agree = f"the weights agree to {far[-1]:.0e}, roundings alone make {noise[-1]:.0e}"
-        lines.append(f"{apart} differs in {steps} steps; {agree}.")
+        agree = f"the weights agree to {far[before - 1]:.0e}, roundings alone make {noise[before - 1]:.0e}"
+        where = f"{before} step{'s' * (before > 1)}" + " before" * bool(hidden)
+        lines.append(f"{apart} differs in {where}; {agree}.")
     unseen = [] if any(a.evaluated()) and any(b.evaluated()) else ["an evaluation"]
     unseen += [] if steps and a.first(steps - 1)["second_epoch"] else ["a second epoch"]
     compiled = any("compile" in run.first(run.made - 1)["wrappers"] for run in (a, b))

@@ -222,7 +222,8 @@ class Limits:
                     self.noise[k, what][name] = largest[what, name]
 
     def of(self, k: int, what: str, name: str) -> float:
-        return max(self.floor, 30 * self.noise[k, what].get(name, 0.0))
+        """Return the limit of a tensor. Its own noise may be small by chance, where others' is not."""
+        return max(self.floor, 30 * self.noise[k, what].get(name, 0.0), self.at(k, what) / 10)
 
     def at(self, k: int, what: str) -> float:
         """Return the largest limit of a quantity's tensors in a step."""

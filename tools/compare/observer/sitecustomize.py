@@ -40,6 +40,7 @@ class Watcher:
         self.modules = {}  # id: (module, its parameters), of those called from outside
         self.names, self.parameters = {}, {}  # id: name, and name: parameter
         self.networks = []  # those that were trained
+        self.watched = set()  # names of buffers, but for masks with infinities
         self.held = set()  # ids of the parameters that an optimizer holds
         self.wrappers = set()  # that were called
         self.busy = False  # within a forward or a backward, whose inner calls are not watched
@@ -77,8 +78,8 @@ class Watcher:
         if trained and id(module) not in self.networks:
             self.first_call(module)
         if trained and not self.calls:
-            named = {plain(n): b for n, b in module.named_buffers() if b.is_floating_point()}
-            self.buffers = pack(named)
+            named = module.named_buffers()
+            self.buffers = pack({plain(n): b for n, b in named if plain(n) in self.watched})
         known = trained or (not module.training and id(parameters[0]) in self.names)
         samples = self.samples_of(args, kwargs, trained and module.training) if known else []
         self.busy = True
@@ -121,6 +122,8 @@ class Watcher:
         even.even_network(module, len(self.networks), self.even, FOLDER, place, group()[0])
         if self.plan["shake"]:
             even.shake(module, place)
+        floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
+        self.watched.update(plain(n) for n, b in floats.items() if b.isfinite().all())
         modules = [(type(m).__name__, m) for m in module.modules()]
         norms = [kind for kind, m in modules if "BatchNorm" in kind and m.training]
         noises = [kind for kind, m in modules if kind.startswith(even.NOISES) and even.rate(m)]
@@ -146,9 +149,11 @@ class Watcher:
                 return []  # by another network: a GAN
             hashes = hash_rows(inputs)
         known = [self.ids.get(h) for h in hashes]
-        if None in known:  # changed since the loader gave it: the newest batch of this size
-            batch = next((b for b in reversed(self.drawn) if len(b) == len(hashes)), None)
+        if None in known:  # changed since the loader gave it: the oldest batch of this size
+            batch = next((b for b in self.drawn if len(b) == len(hashes)), None)
             known = batch or [((0, 0), None, None)] * len(hashes)
+        if known in self.drawn:
+            self.drawn.remove(known)
         samples = [(mark, i, h, target) for (mark, i, target), h in zip(known, hashes)]
         if training and self.second_epoch is None:
             if self.count and any(s[0][1] or s[2] in self.seen for s in samples):
@@ -374,8 +379,15 @@ def flat(value):
 
 
 def largest(tensors):
-    """Return the tensor with the most bytes for each sample: the inputs, beside targets or masks."""
-    return max(tensors, key=lambda t: t.numel() * t.element_size() // len(t), default=None)
+    """Return the tensor with the most bytes for each sample: the inputs, beside targets.
+
+    Of several, as token ids and their masks, it is the one in which most samples differ.
+    """
+    sizes = [t.numel() * t.element_size() // len(t) for t in tensors]
+    ties = [t for t, size in zip(tensors, sizes) if size == max(sizes)]
+    if len(ties) > 1:
+        return max(ties, key=lambda t: len(set(hash_rows(t))))
+    return ties[0] if ties else None
 
 
 def hash_rows(tensor):
