@@ -12,11 +12,13 @@ import contextlib
 import ctypes
 import functools
 import math
+import multiprocessing.queues
 import multiprocessing.util
 import os
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,12 +230,9 @@ def build_loader(
     workers: int | None = None,
     skip_corrupt: bool = False,
     collate: Callable[[list], Any] | None = None,
-    timeout: float = 0,
 ) -> DataLoader:
     """Return a loader of the batches of one of the samplers above.
 
-    It raises if a batch takes longer than `timeout` seconds: a worker that cannot send its batch,
-    as /dev/shm is full, would never come back. 0 waits for ever.
     Its workers live as long as it does. They start here, before this process connects to other
     ranks: a fork copies the locks that other threads hold, but not the threads.
     """
@@ -254,7 +253,7 @@ def build_loader(
     options: dict[str, Any] = {"pin_memory": device.type != "cpu" and on_host}
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
-        options |= {"worker_init_fn": leave_signals_to_parent, "timeout": min(timeout, 1e6)}
+        options |= {"worker_init_fn": be_worker}
     options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
@@ -271,14 +270,22 @@ def start_workers(loader: DataLoader) -> None:
     multiprocessing.util.Finalize(None, kill_workers, exitpriority=100)
 
 
-def leave_signals_to_parent(*_: int) -> None:
+def be_worker(*_: int) -> None:
     """Ignore the signals that stop a run, and end with the process that started this one.
 
-    Nothing else would end a loader worker whose rank was killed.
+    Nothing else would end a loader worker whose rank was killed. A worker that cannot send a batch,
+    as /dev/shm is full, ends too: by itself Python drops the batch, and the rank waits for ever.
     """
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_on_error)  # no other way
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL, multiprocessing.parent_process().pid)
+
+
+def end_on_error(error: Exception, batch: Any) -> None:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def end_with_parent(number: int, parent: int | None = None) -> None:

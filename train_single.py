@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
-    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
+    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)
     val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 

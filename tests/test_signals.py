@@ -33,7 +33,7 @@ class Late:
     def __getitem__(self, index):
         return torch.zeros(1), 0
 
-started = sampling.leave_signals_to_parent
+started = sampling.be_worker
 def late(number):  # in the worker, just before it asks for a signal at its parent's death
     os.kill(os.getppid(), signal.SIGKILL)
     while os.getppid() == multiprocessing.parent_process().pid:
@@ -42,7 +42,7 @@ def late(number):  # in the worker, just before it asks for a signal at its pare
     print("outlives its rank", flush=True)
     os._exit(0)
 
-sampling.leave_signals_to_parent = late
+sampling.be_worker = late
 sampler = sampling.GlobalBatchSampler(Late(), 5, 0)
 list(sampling.build_loader(Late(), sampler, torch.device("cpu"), 0, workers=1))
 """
