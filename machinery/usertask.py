@@ -164,7 +164,8 @@ class Task:
                 load_weights(net, content, option, complete=args.eval_only)
         if args.freeze:
             freeze(net, args.freeze)
-        return net.to(memory_format=torch.channels_last) if args.channels_last else net
+        with of_task("--channels-last"):
+            return net.to(memory_format=torch.channels_last) if args.channels_last else net
 
     def _refuse_hooks(self, net: nn.Module, where: str) -> None:
         """Raise UsageError if a parameter has a hook: it would see the gradient of one rank."""

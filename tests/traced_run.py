@@ -28,8 +28,9 @@ within = {"run"}
 def watch(frame: FrameType, event: str, argument: Any) -> Any:
     """Note the line; a call of sys.settrace's function returns what notes its lines."""
     code = frame.f_code
-    if not code.co_filename.startswith(str(ROOT)) or not code.co_flags & inspect.CO_OPTIMIZED:
-        return None  # torch's own, or the body of a class or a file
+    ours = code.co_filename.startswith(str(ROOT)) and "site-packages" not in code.co_filename
+    if not ours or not code.co_flags & inspect.CO_OPTIMIZED:
+        return None  # torch's own, maybe in .venv; or the body of a class or a file
     if code.co_name == "train_one_epoch":
         within.add("step") if event != "return" else within.discard("step")
     for part in within:
