@@ -173,7 +173,11 @@ def test_steps_of_any_program_are_timed_from_its_command_and_it_is_ended(tmp_pat
 
 
 def test_program_that_ends_too_soon_is_told_by_its_last_line(tmp_path):
-    command = [sys.executable, "-c", "print('loading', flush=True); raise SystemExit('no data here')"]
+    command = [
+        sys.executable,
+        "-c",
+        "print('loading', flush=True); raise SystemExit('no data here')",
+    ]
     with pytest.raises(machinery.process.Stopped) as stopped:
         peers.time_steps(command, "1", 4, tmp_path / "turn")
     assert stopped.value.code == 1

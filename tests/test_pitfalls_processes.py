@@ -277,14 +277,15 @@ def print_threads(cores, **environment):
     print(torch.get_num_threads())
 
 
-def print_threads_of_spawned():
-    def worker(local_rank, args):
-        print_threads(8, LOCAL_WORLD_SIZE=os.environ["LOCAL_WORLD_SIZE"])
-        return 0
+def print_threads_as_worker(local_rank, args):
+    print_threads(8, LOCAL_WORLD_SIZE=os.environ["LOCAL_WORLD_SIZE"])
+    return 0
 
+
+def print_threads_of_spawned():
     args = make_args("spawn", "--nproc", "4", "--device", "cpu")
-    with contextlib.suppress(SystemExit):
-        machinery.launch.run_worker(0, worker, args)
+    arguments = print_threads_as_worker, args
+    torch.multiprocessing.spawn(machinery.launch.run_worker, arguments, nprocs=1)
 
 
 def test_pitfall_38_workers_stay_and_cores_are_divided():
