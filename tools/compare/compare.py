@@ -196,7 +196,8 @@ def report(a, b, even, found, notes, hidden, limits, first) -> Result:
     far = [max(gaps(x, y).values(), default=0.0) for x, y in both]
     noise = [max(limits.noise[k, "weights"].values(), default=0.0) for k in range(steps)]
     if hidden:
-        lines.append(f"What lies behind cause {len(found)} cannot be seen before that is mended.")
+        blocking = [i for i, c in enumerate(found, 1) if c.hides or not c.even] or [len(found)]
+        lines.append(f"What lies behind cause {blocking[0]} cannot be seen before it is mended.")
         lines += [f"Made even: {names}."] if even else []
     before = min([steps, *hidden])
     if before:
