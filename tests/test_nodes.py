@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness import rank_of_run, run_processes
 from launches import ROOT, TASKS, Launch, free_port, send
-from nodes import PORT, assert_equals_one_device, job, spawn, two_hosts
+from nodes import DEVICE, PORT, assert_equals_one_device, job, spawn, two_hosts
 from patches import BASE, spawn_launcher, stop_after, wrap_in_task
 
 import common
@@ -85,9 +85,10 @@ def test_two_hosts_are_one_device(tmp_path):
 @pytest.mark.full
 @pytest.mark.netns
 def test_hosts_may_have_ipv6_alone(tmp_path):
-    """And names that lead to the loopback, so that gloo by itself would listen there."""
+    """Then the interface is named, as the table of routes that the ranks read is one of IPv4."""
     with two_hosts(own_names=False, addresses=("fd00::1", "fd00::2")) as hosts:
-        commands = [spawn("[fd00::1]", rank) for rank in range(2)]
+        named = ["env", f"GLOO_SOCKET_IFNAME={DEVICE}"]
+        commands = [[*named, *spawn("[fd00::1]", rank)] for rank in range(2)]
         with job(hosts, tmp_path, commands, *BASE) as nodes:
             assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
     assert_equals_one_device(tmp_path / "run", *BASE)
