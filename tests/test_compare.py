@@ -286,6 +286,15 @@ def test_causes_behind_causes_are_found(fault, both, causes, even, verdict):
 
 
 @pytest.mark.full
+def test_the_cause_that_hides_the_rest_is_named(verdict):
+    """It is the first one here; the second one could be made even, and was."""
+    lines = verdict("past-the-wrapper", "--augment")
+    assert re.findall(r"^\d\. ([^:,]+)", "\n".join(lines), re.M)[0] == "past the wrapper", lines
+    assert any(line.startswith("2. augmentation") for line in lines), lines
+    assert "What lies behind cause 1 cannot be seen before it is mended." in lines
+
+
+@pytest.mark.full
 def test_the_cause_on_the_other_side_is_named_too(command):
     planted = TASKS / "planted.py"
     for fault, text in (("past-the-wrapper", "1. past the wrapper, at step 1: A: the 2 processes"),
