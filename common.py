@@ -295,13 +295,17 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Put the model into training mode, except each BatchNorm in a frozen part of it."""
+    """Put the model into training mode, except each BatchNorm in a frozen part of it.
+
+    A part is more than the BatchNorm: if its scale and shift alone are frozen, it still normalises.
+    """
     model.train()
     for part in model.modules():
         parameters = list(part.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             for norm in batch_norms(part):  # of affine=False too, which has no parameter itself
-                norm.eval()  # it keeps its statistics
+                if norm is not part:
+                    norm.eval()  # it keeps its statistics
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -916,6 +920,8 @@ def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor)
             now[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         elif isinstance(value, Tensor):
             now[name] = value.to(now[name].device, copy=True)  # it lies in a file
+        elif isinstance(value, (list, tuple, dict)):
+            now[name] = tree_map(lambda tensor: tensor.to(parameter.device, copy=True), value)
 
 
 def whole(state: Any) -> Any:

@@ -63,7 +63,8 @@ set_up() {
 
 found=$(command -v python3 || command -v python || fail "no Python found; install Python 3.10 or later")
 # Asked once, here: what pyenv or asdf put on PATH starts one Python in this folder and maybe another one in the project's
-python=$("$found" -I -c 'import sys; print(sys.executable)') || fail "$found does not start; activate Python 3.10 or later"
+python=$("$found" -I -c 'import sys; sys.version_info < (3, 10) and sys.exit(1); print(sys.executable)') ||
+  fail "$found does not start, or is older than 3.10; activate Python 3.10 or later"
 if ! has_requirements; then
   active=$python lacking=$missing python=$here/.venv/bin/python
   has_requirements || (flock 9 2>/dev/null || true && set_up) 9<"$here" # one call at a time

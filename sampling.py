@@ -278,7 +278,7 @@ def be_worker(*_: int) -> None:
     """
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_on_error)  # no other way
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # a program that it starts does not inherit this
     end_with_parent(signal.SIGKILL, multiprocessing.parent_process().pid)
 
 

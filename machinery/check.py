@@ -19,13 +19,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import common
-from common import UsageError
+from common import UsageError, print0
 from machinery.identity import digest
 from machinery.usertask import RESERVED, Task
 from sampling import KeyedDataset, seed_rng
 
 SETTERS = torch.set_rng_state, random.setstate, np.random.set_state
 TOLERANCE = 0.01  # of the largest value: above the rounding of bf16
+LOSS_ADVICE = (
+    "keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for "
+    "a mean over tokens return sums, undivided, and define loss_weights; a loss that compares "
+    "samples needs gather_samples; or --no-check"
+)
+SET_ADVICE = "use dataset_metrics for the whole set; or --no-check"
 
 
 @torch.no_grad()
@@ -43,11 +49,9 @@ def check_run(
     common.gather_samples.used = False  # by another run in this process
     with unchanged(net):
         net.eval()
-        _, (micro_batch, *_) = next(iter(train.batch_sampler))
-        values_of(task, net, device, train.dataset, micro_batch, "training")
-        n, size = val.batch_sampler.length, val.batch_sampler.batch_size
-        found = values_of(task, net, device, val.dataset, [*range(size)], "evaluation")
-        compare_halves(task, net, device, val.dataset, random.Random(0).sample(range(n), size))
+        # Of both sets, as the samples of one may all have one length.
+        compare_halves(task, net, device, train, 16, "training")
+        found = compare_halves(task, net, device, val, val.batch_sampler.batch_size, "evaluation")
         if made := ", ".join(sorted(net.state_dict().keys() - names)):
             advice = "no new run could load it; register it in __init__"
             raise UsageError(f"--task {args.task}: the forward of the model makes {made}; {advice}")
@@ -61,10 +65,10 @@ def unchanged(net: nn.Module) -> Iterator[None]:
     """Put back what changes within this context in the network and the CPU's generators."""
     tensors = [(tensor, tensor.clone()) for tensor in (*net.parameters(), *net.buffers())]
     attributes = [(module, dict(vars(module))) for module in net.modules()]
-    held = [item for _, values in attributes for item in values.items()]
     contents = [
         (value, copy.copy(value))
-        for name, value in held
+        for _, values in attributes
+        for name, value in values.items()
         if isinstance(value, (dict, list, set)) and "hooks" not in name  # fsdp adds its own
     ]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -105,6 +109,8 @@ def values_of(
     with task.errors_of(f"__getitem__ or collate, {samples}"):
         inputs, targets = common.to_device(fetch(keyed, indices, where), device)
     if args.parallel_mode == "dp":
+        if common.gather_samples.used:
+            raise UsageError(f"{where}: dp cannot gather_samples; use ddp or spawn")
         check_dp((inputs, targets), where, n)
     seed_rng(args.seed, -3, draw)
     with common.autocast(device, args.amp):
@@ -132,7 +138,8 @@ def values_of(
 
 def fetch(keyed: KeyedDataset, indices: list[int], where: str) -> tuple[Any, Any]:
     """Return the batch of these samples. Raises UsageError if it cannot be one of a run."""
-    if digest(keyed, indices[:2]) != digest(keyed, indices[:2]):
+    first, again = (digest(keyed.__getitems__((0, indices[:2]))) for _ in range(2))
+    if first != again:
         wanted = "draw from the global generator of torch, Python or numpy, which is seeded"
         raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
     batch = keyed.__getitems__((0, indices))
@@ -155,24 +162,33 @@ def check_dp(batch: Any, where: str, n: int) -> None:
 
 
 def compare_halves(
-    task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
-) -> None:
-    """Raise UsageError if a loss, weight or metric changes when its batch is cut in half.
+    task: Task, net: nn.Module, device: torch.device, loader: DataLoader, size: int, kind: str
+) -> dict[str, Tensor]:
+    """Return what values_of returns for `size` samples of a set, which are mixed: it may be sorted.
 
-    The samples are mixed, as a set may be sorted. A model that draws cannot be compared, nor can a
-    loss that asks for the samples of all ranks.
+    Raises UsageError if a loss, weight or metric changes when its batch is cut in half. What a
+    model draws cannot be compared, nor can a loss that asks for the samples of all ranks.
     """
+    keyed, n = loader.dataset, loader.batch_sampler.length
+    indices = random.Random(0).sample(range(n), min(size, n))
 
     def run_part(part: list[int], draw: int = 0) -> dict[str, Tensor]:
-        return values_of(task, net, device, keyed, part, "evaluation", draw)
+        return values_of(task, net, device, keyed, part, kind, draw)
 
-    if task.args.parallel_mode == "dp" and common.gather_samples.used:
-        raise UsageError(f"--task {task.path}: dp cannot gather_samples; use ddp or spawn")
     half = len(indices) // 2
     whole, other_draw = run_part(indices), run_part(indices, draw=1)
     halves = [run_part(part) for part in (indices[:half], indices[half:]) if part]
-    if not half or common.gather_samples.used or not whole["loss"].equal(other_draw["loss"]):
-        return
+    if not half or common.gather_samples.used:
+        return whole
+    unlike = whole["loss"] != other_draw["loss"]  # as a NaN is unlike itself
+    if unlike.any():
+        i = int(unlike.int().argmax())
+        twice = f"{whole['loss'][i]:.6g}, and {other_draw['loss'][i]:.6g} the second time"
+        found = f"the loss of sample {indices[i]} of the {kind} set is {twice}"
+        advice = "draw in __getitem__, or another number of ranks trains another run"
+        print0(f"warning: {found}; {advice}")
+        refuse_mixing(task, net, device, keyed, indices)
+        return whole
     rough = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
     for part in halves:
         if only := ", ".join(sorted(part.keys() ^ whole.keys())):
@@ -187,14 +203,41 @@ def compare_halves(
         if not close.all():
             i = int(close.int().argmin())
             problem = f"{name} of sample {indices[i]} is {values[i]:.6g} in a batch"
-            advice = (
-                "keep padding out of the model and the loss; draw and mix in __getitem__, not in "
-                "collate; for a mean over tokens return sums, undivided, and define loss_weights; "
-                "a loss that compares samples needs gather_samples"
-                if "loss" in name
-                else "use dataset_metrics for the whole set"
-            )
+            advice = LOSS_ADVICE if "loss" in name else SET_ADVICE
             raise UsageError(
                 f"--task {task.path}: {problem}, and {apart[i]:.6g} in half of it: other samples "
-                f"must not change it; {advice}; or --no-check"
+                f"must not change it; {advice}"
             )
+    return whole
+
+
+def refuse_mixing(
+    task: Task, net: nn.Module, device: torch.device, keyed: KeyedDataset, indices: list[int]
+) -> None:
+    """Raise UsageError if a sample's loss has a gradient with respect to another one's outputs.
+
+    It needs no tolerance, and finds what a draw would hide. Outputs are looked at that are tensors
+    [n, ...] without another dimension of that length.
+    """
+    inputs, targets = common.to_device(keyed.__getitems__((0, indices)), device)
+    n, leaves = len(indices), []
+
+    def cut_off(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().requires_grad_(tensor.is_floating_point())
+        if leaf.requires_grad and leaf.shape[:1] == (n,) and [*leaf.shape].count(n) == 1:
+            leaves.append(leaf)
+        return leaf.clone()  # the loss may change it in place
+
+    with common.autocast(device, task.args.amp):
+        outputs = net(inputs)
+        with torch.enable_grad():
+            losses = task.per_sample_loss(common.tree_map(cut_off, outputs), targets)
+            middle = losses[n // 2]
+    if not leaves or not middle.requires_grad:
+        return
+    for gradient in torch.autograd.grad(middle, leaves, materialize_grads=True):
+        gradient[n // 2] = 0
+        if gradient.any():
+            other = indices[int(gradient.flatten(1).any(1).int().argmax())]
+            found = f"the loss of sample {indices[n // 2]} depends on the outputs of sample {other}"
+            raise UsageError(f"--task {task.path}: {found}; {LOSS_ADVICE}")

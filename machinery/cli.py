@@ -275,7 +275,9 @@ def options_of_checkpoint(argv: list[str] | None) -> tuple[str, dict[str, Any], 
     named, _ = first.parse_known_args(argv)
     last = Path(named.output_dir or "/", "last.pt")
     file = last if named.resume == "auto" else Path(named.resume or "/")
-    saved = load_checkpoint(file, verify=False) if file.is_file() else {"config": {}}
+    if not file.is_file():
+        return named.task or TASK, {}, 0
+    saved = load_checkpoint(file, verify=False)
     config = saved["config"]
     return named.task or task_file(config.get("task", "digits")), config, saved.get("step", 0)
 
@@ -453,12 +455,11 @@ def check_files(args: argparse.Namespace) -> None:
 def check_directory(args: argparse.Namespace) -> None:
     """Raise UsageError if another run has filled the output directory."""
     directory, log = Path(args.output_dir), Path(args.output_dir, "metrics.jsonl")
-    saved = any(directory.glob("*.pt"))
-    logged = log.exists() and log.stat().st_size > 0
     own = args.resume == "auto" or Path(args.resume or "/").parent.resolve() == directory.resolve()
     if own or args.eval_only:  # which writes nothing there
         return
-    if saved or logged:
+    saved = any(directory.glob("*.pt"))
+    if saved or (log.exists() and log.stat().st_size > 0):
         problem = f"--output-dir {directory} already holds a run"
         advice = "; continue it with" if saved else " without a checkpoint; start it anew with"
         raise UsageError(f"{problem}{advice} --resume auto, or choose another directory")

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from common import print0, tree_map
 from machinery.process import bad_input
 from sampling import KeyedDataset
+
+LISTS = list, tuple, range, np.ndarray, torch.Tensor
 
 
 def identity(train: KeyedDataset, val: KeyedDataset) -> tuple[dict[str, Any], dict[str, str]]:
@@ -31,14 +34,19 @@ def identity(train: KeyedDataset, val: KeyedDataset) -> tuple[dict[str, Any], di
     for name, keyed in (("training samples", train), ("evaluation samples", val)):
         found[name] = n = len(keyed.dataset)
         unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)
-        some = [digest(unseeded, [i]) for i in range(0, n, math.ceil(n / 8))]
+        some = [digest(unseeded.__getitems__((0, [i]))) for i in range(0, n, math.ceil(n / 8))]
+        # Whole lists, where a set has them: two ranks may differ in a single place.
+        some += [
+            digest(values if torch.is_tensor(values) else np.array(values, dtype=object))
+            for part in ("targets", "indices")
+            if isinstance(values := getattr(keyed.dataset, part, None), LISTS)
+        ]
         hashes[f"hashes of {name}"] = hash_of(" ".join(some).encode())
     return found, hashes
 
 
-def digest(keyed: KeyedDataset, indices: list[int]) -> str:
-    """Return a hash of these samples as the first epoch has them."""
-    batch = keyed.__getitems__((0, indices))
+def digest(batch: Any) -> str:
+    """Return a hash of a batch, or of another value that torch.save can write."""
     # Clones, as a view would be hashed with all the memory behind it.
     batch = tree_map(lambda value: value.cpu().clone(), batch)
     torch.save(batch, file := io.BytesIO())

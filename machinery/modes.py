@@ -121,10 +121,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
     """Return the network with every BatchNorm synchronised over the ranks, under the same names."""
-    if device.type != "cpu":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(net)
     for norm in batch_norms(net):
-        norm.__class__ = SyncBatchNorm  # the same parameters and settings, another forward
+        # The same parameters, settings and hooks, another forward. torch's converter loses hooks.
+        norm.__class__ = SyncBatchNorm if device.type == "cpu" else nn.SyncBatchNorm
+        norm.process_group = None  # all ranks
     return net
 
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -20,6 +21,16 @@ from machinery.signals import SIGNALS, handle_signals, ignore_signals
 
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
+# Words of torch and the system, and what they mean here.
+ADVICE = {
+    "find_unused_parameters=True": (
+        "some parameters took no part in the last loss: add --find-unused-parameters"
+    ),
+    "marked as ready twice": "give each checkpoint() use_reentrant=False",
+    "element 0 of tensors does not require grad": (
+        "the loss of a micro-batch does not depend on the model: add 0 * outputs.sum() to it"
+    ),
+}
 is_program = False  # run_main sets it; it stays False where a notebook calls main
 
 
@@ -82,6 +93,9 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     # If stdin is closed, the next open file gets its number, 0: maybe a checkpoint.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = most if 0 <= most < 65536 else 65536  # workers pass batches by open files
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides the exit codes of ranks
     if os.getpid() == 1:  # the first process of a container, which nothing ends by default
@@ -121,8 +135,8 @@ def fail(error: BaseException) -> NoReturn:
     meaning = ""
     if isinstance(error, SystemExit):
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
-    elif "find_unused_parameters=True" in str(error):
-        meaning = "some parameters took no part in the last loss: add --find-unused-parameters"
+    else:
+        meaning = next((advice for words, advice in ADVICE.items() if words in str(error)), "")
     if first_to_fail():
         traceback.print_exception(error)
         tell(meaning)

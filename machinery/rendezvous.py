@@ -25,11 +25,16 @@ def forget_launcher() -> None:
 
 
 def follow_launcher() -> None:
-    """End with the launcher of this rank: without it a rank would train on unseen."""
+    """End with the launcher of this rank: without it a rank would train on unseen.
+
+    A rank that was started by hand has none: under nohup it outlives its shell.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, maybe within a rank of run.sh
         os.environ.pop("LAUNCH_PID", None)
         os.environ.pop("LAUNCH_RENDEZVOUS_FILE", None)
-    end_with_parent(signal.SIGKILL, int(os.environ.get("LAUNCH_PID", os.getppid())))
+        end_with_parent(signal.SIGKILL, os.getppid())
+    elif "LAUNCH_PID" in os.environ:
+        end_with_parent(signal.SIGKILL, int(os.environ["LAUNCH_PID"]))
 
 
 def init_method() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -36,14 +37,18 @@ class StopSignal:
         self.received: list[int] = []  # places in PRIORITY, from 1
         received = self.received
 
-        def remember(number: int, frame: Any) -> None:
+        def remember(number: int, frame: Any, owner: int = os.getpid()) -> None:
+            if os.getpid() != owner:  # a child that the task has forked, as a Pool does
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             received.append(PRIORITY.index(number) + 1)
 
         # If the handler held `self`, it would keep `previous`, and with it gloo's threads, alive
         # after the run.
         handle_signals(remember)
         if dist.is_initialized():
-            end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
+            if {"LAUNCH_PID", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+                end_with_parent(signal.SIGTERM)  # if the launcher dies, a rank still saves
             self.previous = self._start_reduction()
 
     def _start_reduction(self) -> tuple[dist.Work, torch.Tensor]:

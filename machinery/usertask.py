@@ -63,10 +63,10 @@ def load_module(path: Path) -> ModuleType:
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
-        beside = [n for n in ("task", "common", "sampling") if Path(folder, f"{n}.py").exists()]
-        if beside and folder != str(ROOT):
-            names = ", ".join(beside)
-            print0(f"warning: {names} in {folder} cannot be imported: the project has such a file")
+        for name in ("task", "common", "sampling") if folder != str(ROOT) else ():
+            if Path(folder, f"{name}.py").exists():
+                problem = "cannot be imported: the project has such a file"
+                print0(f"warning: {name} in {folder} {problem}")
         name = f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -89,6 +89,7 @@ class Task:
             problem = f"must define {', '.join(NEEDED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
+        self.globals = vars(module)
         self.per_sample_loss = self.functions["per_sample_loss"]
         self.per_sample_metrics = self.functions["per_sample_metrics"]
         # These are None if the task has no such function.
@@ -151,10 +152,20 @@ class Task:
             if args.parallel_mode != "single" and module.max_norm:
                 problem = f"{name} changes its weights in each forward, on each rank others"
                 raise UsageError(f"{where}: {problem}; leave out max_norm")
-        if args.sync_bn and (own := {*map(type, common.batch_norms(net))} - {*BATCH_NORMS}):
-            names = ", ".join(sorted(kind.__name__ for kind in own))
+        if args.sync_bn and (odd := {*map(type, common.batch_norms(net))} - {*BATCH_NORMS}):
+            names = ", ".join(sorted(kind.__name__ for kind in odd))
             raise UsageError(f"--sync-bn would drop the code of {names}; leave it out")
         self._refuse_hooks(net, where)
+        own = {*net.parameters()}
+        beside = [
+            name
+            for name, value in self.globals.items()
+            if isinstance(value, nn.Module)
+            and any(parameter.requires_grad for parameter in {*value.parameters()} - own)
+        ]
+        if beside:
+            problem = f"nothing trains or saves the parameters of {', '.join(beside)}"
+            raise UsageError(f"{where}: {problem}; put it into the model, or freeze it")
         if args.dtype == "float64":  # else the task's own types stay: a half base, a precise clock
             net.double()
         if args.weights:
@@ -186,6 +197,7 @@ class Task:
                 raise UsageError(f"--optimizer {args.optimizer}: {error}") from error
         where = f"--task {self.path}: build_optimizer"
         with of_task(where):
+            hooks = len(net._forward_pre_hooks)  # fsdp has its own
             optimizer = self.functions["build_optimizer"](args, net)
             if not isinstance(optimizer, torch.optim.Optimizer):
                 found = type(optimizer).__name__
@@ -193,6 +205,9 @@ class Task:
             inspect.signature(optimizer.step).bind()  # raises if it needs a closure: there is none
             if any(group["lr"] is None for group in optimizer.param_groups):
                 raise UsageError(f"{where}: lr is None; give a number, which --schedule scales")
+            if hasattr(optimizer, "eval") and len(net._forward_pre_hooks) == hooks:
+                problem = "a schedule-free optimizer needs a hook that calls its train() and eval()"
+                raise UsageError(f"{where}: {problem}; docs/recipes.md has it")
             common.make_momentum(optimizer)
         parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {id(p) for p in net.parameters() if p.requires_grad}

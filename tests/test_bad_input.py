@@ -103,7 +103,7 @@ single 1 | --output-dir TMP/logged | --output-dir TMP/logged already holds a run
 single 1 | --schedule cyclic --step-epochs 3 6 | --schedule cyclic takes one of --step-epochs
 single 1 | --output-dir TMP/closed/run | --output-dir TMP/closed/run: cannot write in TMP/closed
 single 1 | --task TMP/leaves.py | --task TMP/leaves.py ... SystemExit: usage: leaves.py FILE
-single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss or loss_weights, for samples 251, 1099, 774, ... of the training set: ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []
+single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss or loss_weights, for samples 788, 861, 82, ... of the training set: ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []
 single 1 | --task TMP/loss-target.py | --task TMP/loss-target.py: per_sample_loss ... RuntimeError:
 single 1 | --task TMP/metrics-empty.py | --task TMP/metrics-empty.py ... per_sample_metrics must return at least one metric, and none named count ... got {}
 single 1 | --task TMP/metrics-loss.py | --task TMP/metrics-loss.py ... per_sample_metrics must return at least one metric, and none named count
@@ -112,9 +112,9 @@ single 1 | --task TMP/model-raises.py | --task TMP/model-raises.py: build_model 
 single 1 | --task TMP/model-shape.py | --task TMP/model-shape.py: the forward of the model, for samples ... RuntimeError:
 single 1 | --task TMP/data-one.py | --task TMP/data-one.py: build_datasets: ValueError: too many values to unpack (expected 2)
 single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets ... FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
-single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py ... samples 16, 39, 25, ... of the training set: a sample must be (input, target), got a list of 3
+single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py ... samples 49, 97, 53, ... of the training set: a sample must be (input, target), got a list of 3
 single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
-single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: __getitem__ or collate, for samples 16, 39, 25, ... of the training set: RuntimeError: sample 16 cannot be read: OSError: image file is truncated
+single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: __getitem__ or collate, for samples 49, 97, 53, ... of the training set: RuntimeError: sample 49 cannot be read: OSError: image file is truncated
 single 1 | --task TMP/data-empty.py | the evaluation set is empty
 single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, images, pose, digits; got 'imges'
 single 1 | --task images | --dataset imagefolder needs --data-dir
@@ -127,13 +127,13 @@ fsdp 2 | --amp fp16 | --amp fp16 is not tested with sharded gradients; use --amp
 fsdp 2 | --channels-last | --channels-last: fsdp cannot shard it
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
-single 1 | --task TMP/data-ragged.py | --task TMP/data-ragged.py: __getitem__ or collate, for samples 16, 39, 25, ... of the training set: RuntimeError: stack expects each tensor to be equal size, but got [17] at entry 0 and [40] at entry 1
+single 1 | --task TMP/data-ragged.py | --task TMP/data-ragged.py: __getitem__ or collate, for samples 49, 97, 53, ... of the training set: RuntimeError: stack expects each tensor to be equal size, but got [50] at entry 0 and [98] at entry 1
 ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 197 is
 ddp 2 | --task TMP/model-of-all.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for a mean over tokens return sums, undivided, and define loss_weights; a loss that compares samples needs gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | in half of it: other samples must not change it; use dataset_metrics for the whole set
 ddp 2 | --task TMP/model-looks-back.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model
 single 1 | --task TMP/loss-of-class.py --batch-size 16 | in half of it: other samples must not change it; keep padding out
-ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 197 is
+ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 788 is
 dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; use ddp or spawn, or pad in collate
 single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
 """

@@ -1,10 +1,17 @@
 """What users bring with a state of its own: it is right, or a line names the way out. The task is tests/tasks/brought.py."""
 
+import os
+import shlex
 import subprocess
+import sys
+import time
 
 import pytest
 import torch
-from harness import ROOT, TASKS, train
+from harness import ROOT, TASKS, check, train
+from launches import free_port
+
+from common import UsageError
 
 ARGV = ("--task", str(TASKS / "brought.py"), *"--device cpu --batch-size 30 --epochs 1".split())
 ARGV += ("--log-every", "1", "--warmup-epochs", "0", "--schedule", "constant", "--lr", "0.1")
@@ -42,15 +49,80 @@ def test_rate_of_a_group_is_scaled_as_layer_decay_asks(tmp_path):
     assert [group["lr"] for group in groups] == pytest.approx([0.05, 0.1])
 
 
+def test_norm_whose_scale_and_shift_alone_are_frozen_still_normalises(tmp_path):
+    result = train("single", 1, *ARGV, "--model", "fixed scale", folder=tmp_path)
+    assert result.code == 0, result.err
+    assert result.checkpoint()["model"]["norm.running_mean"].abs().max() > 0.05
+
+
+@pytest.mark.parametrize("mode", ["single", "fsdp"])
+def test_tensors_that_an_optimizer_keeps_in_a_list_keep_their_type(mode, tmp_path):
+    argv = (*ARGV, "--model", "lists", "--output-dir", tmp_path / "run")
+    first = train(mode, 1, *argv, folder=tmp_path).checkpoint()["optimizer"]["state"]
+    resumed = train(mode, 1, *argv, "--resume", "auto", "--eval-only", folder=tmp_path)
+    assert resumed.code == 0, resumed.err
+    again = train(mode, 1, *argv, "--resume", "auto", "--epochs", "2", folder=tmp_path)
+    second = again.checkpoint()["optimizer"]["state"]
+    name = "net.head.bias"
+    assert first[name]["kept"][0].dtype == second[name]["kept"][0].dtype == torch.float64
+
+
+def test_model_that_draws_is_named_and_its_loss_still_checked(capfd):
+    check("single", 1, *ARGV, "--model", "draws")
+    assert "the second time; draw in __getitem__" in capfd.readouterr().out
+    with pytest.raises(UsageError, match="depends on the outputs of sample"):
+        check("single", 1, *ARGV, "--model", "draws and mixes")
+
+
+def test_loss_that_mixes_training_samples_alone_is_refused():
+    with pytest.raises(UsageError, match="other samples must not change it"):
+        check("single", 1, *ARGV, "--model", "long")
+
+
+def test_ranks_whose_lists_of_targets_differ_in_one_place_are_named(tmp_path):
+    result = train("ddp", 2, *ARGV, "--model", "other targets", folder=tmp_path)
+    assert result.code == 0, result.err
+    assert "warning: rank 1 reads other samples than rank 0" in result.out
+
+
+def test_child_that_a_worker_starts_can_be_ended(tmp_path):
+    argv = (*ARGV, "--model", "child", "--workers", "1", "--no-check", "--batch-size", "203")
+    result = train("single", 1, *argv, folder=tmp_path)
+    assert result.code == 0, result.err
+
+
+def test_pool_of_a_metric_ends(tmp_path):
+    """Its processes are forks of a run that waits for a signal with a handler of its own."""
+    result = train("single", 1, *ARGV, "--model", "pool", folder=tmp_path, timeout=40)
+    assert result.code == 0 and result.lines[-1]["total"] > 0, result.err
+
+
+@pytest.mark.full
+def test_rank_started_by_hand_outlives_its_shell(tmp_path):
+    argv = [sys.executable, ROOT / "train_ddp.py", *ARGV, "--output-dir", tmp_path / "run"]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    script = f"nohup {shlex.join(map(str, argv))} > {tmp_path / 'out'} 2>&1 & sleep 3"
+    environment = os.environ | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    subprocess.run(["bash", "-c", script], env=environment, check=True, timeout=60)
+    deadline = time.monotonic() + 90
+    while "to evaluate it" not in (tmp_path / "out").read_text() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "to evaluate it" in (tmp_path / "out").read_text()
+
+
 @pytest.mark.parametrize(
     ("mode", "kind", "code", "words"),
     [
         ("single", "no rate", 2, "lr is None; give a number"),
+        ("single", "beside", 2, "nothing trains or saves the parameters of criterion"),
+        ("fsdp", "schedule-free", 2, "a hook that calls its train() and eval()"),
         ("ddp", "forces", 1, "once_differentiable"),
+        ("ddp", "re-entrant", 1, "use_reentrant=False"),
+        ("ddp", "empty", 1, "add 0 * outputs.sum()"),
     ],
 )
 def test_last_line_names_the_way_out(mode, kind, code, words, tmp_path):
-    n = 2 if mode == "ddp" else 1
+    n = 1 if mode == "single" else 2
     argv = (*ARGV, "--model", kind, "--no-check", "--timeout", "30")
     result = train(mode, n, *argv, folder=tmp_path)
     assert result.code == code and words in result.err.splitlines()[-1], result.err

@@ -1,9 +1,15 @@
 """The tiny digits with something that users bring, named by `--model`: a hook, a type, a loss, an optimizer."""
 
+import multiprocessing
+import os
+import signal
+import subprocess
+
 import tiny
 import torch
 from tiny import add_options
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, default_collate
 
 import common
@@ -24,13 +30,24 @@ class Owned(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index):
+        if KIND == "child":  # of a worker, as imageio has one for each video
+            child = subprocess.Popen(["sleep", "60"])
+            child.terminate()
+            assert child.wait(timeout=20) == -signal.SIGTERM
         return self.dataset[index][0], self.labels[index]
 
 
 def build_datasets(args):
     global KIND
     KIND = args.model
-    return tuple(Owned(dataset) for dataset in tiny.build_datasets(args))
+    train, val = (Owned(dataset) for dataset in tiny.build_datasets(args))
+    if KIND == "long":  # in training alone
+        train.labels = [label + 10 for label in train.labels]
+    if KIND == "other targets" and os.environ.get("RANK") == "1":
+        train.targets = [0] * len(train)
+    elif KIND == "other targets":
+        train.targets = [0] * (len(train) - 1) + [1]
+    return train, val
 
 
 def collate(samples):
@@ -48,9 +65,20 @@ class Brought(nn.Module):
             net.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         if KIND == "clock":
             self.register_buffer("since", torch.tensor(1_769_000_000.25, dtype=torch.float64))
+        if KIND == "re-entrant":
+            self.layer = nn.Linear(10, 10)
+        if KIND == "fixed scale":
+            self.norm = nn.BatchNorm1d(10).requires_grad_(False)
 
     def forward(self, images):
         outputs = self.net(images)
+        if KIND == "fixed scale":
+            return self.norm(outputs)
+        if KIND in ("draws", "draws and mixes"):
+            return outputs + torch.randn_like(outputs)
+        if KIND == "re-entrant":
+            for _ in range(2):  # as ALBERT calls one layer many times
+                outputs = checkpoint(self.layer, outputs, use_reentrant=True)
         if KIND == "forces" and torch.is_grad_enabled():
             everything, _ = common.gather_samples(outputs)
             (force,) = torch.autograd.grad(everything.square().sum(), outputs, create_graph=True)
@@ -61,12 +89,22 @@ class Brought(nn.Module):
 def build_model(args):
     global KIND
     KIND = args.model
+    criterion.requires_grad_(KIND == "beside")
     return Brought(tiny.Tiny(["conv"]))
+
+
+criterion = nn.Linear(1, 1)  # a loss with parameters of its own; the other kinds freeze it
 
 
 def per_sample_loss(outputs, targets):
     labels = torch.stack(targets)
-    losses = nn.functional.cross_entropy(outputs, labels, reduction="none")
+    losses = nn.functional.cross_entropy(outputs, labels % 10, reduction="none")
+    if KIND == "long":
+        return losses * (1 + labels.max())
+    if KIND == "draws and mixes":
+        return losses - losses.mean() / 2
+    if KIND == "empty" and torch.is_grad_enabled():
+        return losses.detach()
     if KIND == "in place" and torch.is_grad_enabled():
         for label in targets:
             label.fill_((label + 1) % 10)
@@ -74,7 +112,25 @@ def per_sample_loss(outputs, targets):
 
 
 def per_sample_metrics(outputs, targets):
-    return {"top1": (outputs.argmax(1) == torch.stack(targets)).double()}
+    found = (outputs.argmax(1) == torch.stack(targets)).double()
+    return {"top1": found, "found": found.tolist()}
+
+
+def dataset_metrics(lists):
+    if KIND == "pool":  # as an AP over many classes; Pool ends its processes by SIGTERM
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            return {"total": sum(pool.map(float, lists["found"]))}
+    return {"total": sum(lists["found"])}
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps a more precise copy of each gradient, in a list, as Shampoo does."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["kept"] = [parameter.grad.double() / 3]
+        super().step()
 
 
 def build_optimizer(args, net):
@@ -82,6 +138,10 @@ def build_optimizer(args, net):
     trained = [p for p in net.parameters() if p.requires_grad]
     groups += [{"params": [p for p in trained if not any(p is q for q in groups[0]["params"])]}]
     optimizer = torch.optim.SGD(groups, args.lr)
+    if KIND == "schedule-free":
+        optimizer.eval = optimizer.train = lambda: None
+    if KIND == "lists":
+        optimizer = Remembering(groups, args.lr)
     if KIND == "no rate":
         optimizer.param_groups[0]["lr"] = None
     if KIND == "late hook":
