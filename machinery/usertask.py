@@ -206,8 +206,10 @@ class Task:
             if any(group["lr"] is None for group in optimizer.param_groups):
                 raise UsageError(f"{where}: lr is None; give a number, which --schedule scales")
             if hasattr(optimizer, "eval") and len(net._forward_pre_hooks) == hooks:
-                problem = "a schedule-free optimizer needs a hook that calls its train() and eval()"
-                raise UsageError(f"{where}: {problem}; docs/recipes.md has it")
+                advice = "docs/recipes.md has a hook that calls it, as no script does"
+                print0(
+                    f"warning: {where}: the optimizer has eval(), as schedule-free ones; {advice}"
+                )
             common.make_momentum(optimizer)
         parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {id(p) for p in net.parameters() if p.requires_grad}

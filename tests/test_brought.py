@@ -59,12 +59,33 @@ def test_norm_whose_scale_and_shift_alone_are_frozen_still_normalises(tmp_path):
 def test_tensors_that_an_optimizer_keeps_in_a_list_keep_their_type(mode, tmp_path):
     argv = (*ARGV, "--model", "lists", "--output-dir", tmp_path / "run")
     first = train(mode, 1, *argv, folder=tmp_path).checkpoint()["optimizer"]["state"]
-    resumed = train(mode, 1, *argv, "--resume", "auto", "--eval-only", folder=tmp_path)
-    assert resumed.code == 0, resumed.err
     again = train(mode, 1, *argv, "--resume", "auto", "--epochs", "2", folder=tmp_path)
     second = again.checkpoint()["optimizer"]["state"]
-    name = "net.head.bias"
-    assert first[name]["kept"][0].dtype == second[name]["kept"][0].dtype == torch.float64
+    (kept,) = first["net.head.bias"]["kept"]
+    assert kept.dtype == torch.float64 and kept.any()
+    assert second["net.head.bias"]["kept"][0].equal(kept)
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_schedule_free_optimizer_evaluates_and_saves_its_average_with_the_hook_of_the_docs(
+    mode, n, tmp_path
+):
+    """The optimizer itself asserts that no step is made with the weights of the evaluation."""
+    argv = (*ARGV, "--dtype", "float64", "--model", "schedule-free, switched")
+    result = train(mode, n, *argv, "--epochs", "2", folder=tmp_path / "whole")
+    train(mode, n, *argv, folder=tmp_path / "halves")
+    halves = train(mode, n, *argv, "--resume", "auto", "--epochs", "2", folder=tmp_path / "halves")
+    assert result.code == halves.code == 0 and "has eval()" not in result.out, result.err
+    last, other = result.checkpoint(), halves.checkpoint()
+    assert {group["mode"] for group in last["optimizer"]["param_groups"]} == {"eval"}
+    for name, value in last["model"].items():
+        assert value.equal(other["model"][name]), name
+    plain = train("single", 1, *argv[:-1], "schedule-free", "--epochs", "2", folder=tmp_path)
+    assert "the optimizer has eval()" in plain.out
+    head, z = last["model"]["net.head.weight"], last["optimizer"]["state"]["net.head.weight"]["z"]
+    y = plain.checkpoint()["model"]["net.head.weight"]  # never switched
+    assert (y - head).abs().max() > 1e-4
+    torch.testing.assert_close(head.lerp(z, 0.1), y, rtol=1e-10, atol=1e-12)
 
 
 def test_model_that_draws_is_named_and_its_loss_still_checked(capfd):
@@ -115,7 +136,6 @@ def test_rank_started_by_hand_outlives_its_shell(tmp_path):
     [
         ("single", "no rate", 2, "lr is None; give a number"),
         ("single", "beside", 2, "nothing trains or saves the parameters of criterion"),
-        ("fsdp", "schedule-free", 2, "a hook that calls its train() and eval()"),
         ("ddp", "forces", 1, "once_differentiable"),
         ("ddp", "re-entrant", 1, "use_reentrant=False"),
         ("ddp", "empty", 1, "add 0 * outputs.sum()"),

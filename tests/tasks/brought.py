@@ -129,8 +129,40 @@ class Remembering(torch.optim.SGD):
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["kept"] = [parameter.grad.double() / 3]
+                self.state[parameter].setdefault("kept", [parameter.grad.double() / 3])
         super().step()
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Defazio et al., arXiv:2405.15682: steps of SGD on z, whose average x is evaluated; a step is made at y between the two."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "k": 0, "mode": "train"})
+
+    @torch.no_grad()
+    def move(self, mode, weight):
+        for group in self.param_groups:
+            for p in group["params"] if group["mode"] != mode else ():
+                if p in self.state:
+                    p.lerp_(self.state[p]["z"], weight)
+            group["mode"] = mode
+
+    def train(self):
+        self.move("train", 0.1)
+
+    def eval(self):
+        self.move("eval", 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            assert group["mode"] == "train"
+            group["k"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.detach().clone())
+                x = p.lerp(z, 1 - 1 / 0.9)
+                z.sub_(p.grad, alpha=group["lr"])
+                p.copy_(x.lerp(z, 1 / group["k"]).lerp(z, 0.1))
 
 
 def build_optimizer(args, net):
@@ -138,8 +170,13 @@ def build_optimizer(args, net):
     trained = [p for p in net.parameters() if p.requires_grad]
     groups += [{"params": [p for p in trained if not any(p is q for q in groups[0]["params"])]}]
     optimizer = torch.optim.SGD(groups, args.lr)
-    if KIND == "schedule-free":
-        optimizer.eval = optimizer.train = lambda: None
+    if KIND.startswith("schedule-free"):
+        optimizer = ScheduleFree(groups, args.lr)
+    if KIND == "schedule-free, switched":
+        net.register_forward_pre_hook(
+            lambda module, _: optimizer.train() if module.training else optimizer.eval(),
+            prepend=True,
+        )
     if KIND == "lists":
         optimizer = Remembering(groups, args.lr)
     if KIND == "no rate":
