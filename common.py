@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import fnmatch
+import functools
 import inspect
 import io
 import itertools
@@ -82,15 +83,15 @@ def set_up_device(
     """
     device_type = resolve_device_type(name)
     torch.use_deterministic_algorithms(deterministic)
+    if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
+        torch.set_num_threads(own_cores())
+    if device_type == "cpu":
+        return torch.device("cpu")
     cudnn.benchmark = not deterministic
     with contextlib.suppress(RuntimeError):  # a caller may have set it by torch's newer names
         cudnn.allow_tf32 = not deterministic  # it rounds to 10 bits in convolutions
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
-    if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
-        torch.set_num_threads(own_cores())
-    if device_type == "cpu":
-        return torch.device("cpu")
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
     index = local_rank % torch.accelerator.device_count()  # SLURM may show each task one device
     torch.accelerator.set_device_index(index)
@@ -99,8 +100,9 @@ def set_up_device(
 
 def own_cores() -> int:
     """Return this process's share of the machine's cores, at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     # Under srun the affinity may be the share already; SLURM_CPUS_ON_NODE is of the whole node.
-    cores, processes = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     on_node = int(os.environ.get("SLURM_CPUS_ON_NODE") or cores)
     return max(1, min(cores, on_node // max(1, processes)))
 
@@ -209,8 +211,7 @@ def sync_buffers(net: nn.Module) -> None:
     """Broadcast rank 0's buffers to all ranks, and check that the parameters are equal.
 
     Call it on every rank. DDP itself broadcasts buffers in the next forward of its wrapper, too
-    late for an evaluation. Raises RuntimeError if a checksum of a parameter differs between ranks;
-    sharded parameters, as in train_fsdp.py, are not checked.
+    late for an evaluation.
     """
     if not dist.is_initialized():
         return
@@ -219,6 +220,14 @@ def sync_buffers(net: nn.Module) -> None:
         sent = buffer.contiguous().view(-1).view(torch.uint8)
         dist.broadcast(sent, src=0)
         buffer.copy_(sent.view(buffer.dtype).view(buffer.shape))
+    check_parameters(net)
+
+
+def check_parameters(net: nn.Module) -> None:
+    """Raise RuntimeError if a checksum of a parameter differs between ranks.
+
+    Sharded parameters, as in train_fsdp.py, are not checked.
+    """
     if any(hasattr(parameter, "full_tensor") for parameter in net.parameters()):
         return  # sharded
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -348,36 +357,6 @@ def freeze(net: nn.Module, patterns: list[str]) -> None:
     print0(f"frozen: {frozen} of {len(parameters)} parameter tensors")
 
 
-def read_tensors(path: str | Path, option: str, verify: bool = True) -> Any:
-    """Read a file of torch.save to the CPU; `weights_only` runs no code of the file.
-
-    The tensors stay in the file until they are used: what nobody uses takes no memory. `verify`
-    reads it all, for its checksums. Raises UsageError, which begins with `option`, if the file is
-    damaged or of another kind.
-    """
-    try:
-        zipped = zipfile.is_zipfile(path)  # old files are not
-        if zipped and verify:
-            with zipfile.ZipFile(path) as file:
-                if damaged := file.testzip():  # torch.load does not check the checksums
-                    raise ValueError(f"checksum of {damaged} is wrong")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the format of old files
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # a truncated, damaged or hostile file raises almost anything
-        # torch's later sentences advise to run the code of the file.
-        reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
-        problem = f"damaged, or no file of tensors ({reason}); name another file"
-        raise UsageError(f"{option} {path}: {problem}") from error
-
-
-def check_loadable(value: Any) -> None:
-    """Raise if a checkpoint could hold the value, but no run could load it."""
-    torch.save(value, file := io.BytesIO())
-    file.seek(0)
-    torch.load(file, weights_only=True)
-
-
 def has_non_finite(value: Tensor) -> bool:
     """Return whether the tensor holds a NaN or an infinity."""
     # If the sum is finite, so is every term. A sum is ten times as fast as a test of each term.
@@ -401,7 +380,6 @@ def load_weights(net: nn.Module, content: Any, source: str, complete: bool = Fal
     are left out. Raises UsageError if nothing fits, or if the model needs more and `complete` is
     set.
     """
-
     own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     given = {}
     for name, value in find_weights(content).items():
@@ -508,8 +486,13 @@ def sawtooth(step: int, start: int, end: int, marks: list[int], low: float) -> f
 
 
 USE_MARKS = ["step", "cyclic", "sawtooth"]  # the others refuse --step-epochs
-SCHEDULES = {"constant": constant, "cosine": cosine, "step": multi_step, "cyclic": cyclic}
-SCHEDULES |= {"sawtooth": sawtooth}
+SCHEDULES = {
+    "constant": constant,
+    "cosine": cosine,
+    "step": multi_step,
+    "cyclic": cyclic,
+    "sawtooth": sawtooth,
+}
 
 
 def lr_factor(
@@ -557,9 +540,9 @@ class StepGuard(torch.amp.GradScaler):
 
     `skipped` counts skipped steps until the caller sets it to zero; `in_a_row` counts those since
     the last good step, and keeps MAX_SKIPPED_IN_A_ROW once it has reached it. With fp16 a skip
-    counts there only at a scale of 1: at a larger one it means that the scale was too high. Both
-    stay on the device, so with a fused optimizer the host does not wait. Create the guard after
-    `net.to(device)`.
+    counts there only at a scale of 1 or less: at a larger one it means that the scale was too
+    high. Both stay on the device, so with a fused optimizer the host does not wait. Create the
+    guard after `net.to(device)`.
     """
 
     def __init__(self, amp: str, device: torch.device, net: nn.Module) -> None:
@@ -567,21 +550,21 @@ class StepGuard(torch.amp.GradScaler):
         super().__init__(device.type, init_scale=2.0**16 if self.fp16 else 1.0)
         self.one = torch.ones((), device=device)
         self.skipped, self.in_a_row = (torch.zeros_like(self.one) for _ in range(2))
-        # By name: a forward may put another tensor in the place of a buffer.
-        self.places: dict[torch.dtype, list[tuple[nn.Module, str]]] = {}
+        # Modules and names, not buffers: a forward may put another tensor in a buffer's place.
+        self.owners: dict[torch.dtype, list[tuple[nn.Module, str]]] = {}
         for module in net.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name in ("running_mean", "running_var", "num_batches_tracked"):
-                    self.places.setdefault(buffer.dtype, []).append((module, name))
+                    self.owners.setdefault(buffer.dtype, []).append((module, name))
         self.keep_statistics()
 
     def keep_statistics(self) -> None:
         """Keep BatchNorm's statistics as they are now, as one tensor per type: few operations."""
-        self.kept = {dtype: self.statistics(dtype)[0] for dtype in self.places}
+        self.kept = {dtype: self.statistics(dtype)[0] for dtype in self.owners}
 
     def statistics(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Return the statistics of a type as one new tensor, and the buffers that hold them."""
-        buffers = [getattr(module, name) for module, name in self.places[dtype]]
+        buffers = [getattr(module, name) for module, name in self.owners[dtype]]
         return torch.cat([buffer.detach().flatten() for buffer in buffers]), buffers
 
     @torch.no_grad()
@@ -605,7 +588,7 @@ class StepGuard(torch.amp.GradScaler):
         return {**super().state_dict(), "in_a_row": self.in_a_row.item(), "fp16": self.fp16}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore scale and `in_a_row`, after the network: its statistics are kept."""
+        """Restore scale and `in_a_row`. Load the network first: its statistics are kept."""
         if self.fp16 == state["fp16"]:  # else --amp is another one now
             super().load_state_dict(state)
         self.in_a_row.fill_(state["in_a_row"])
@@ -640,10 +623,10 @@ class WeightAverage:
 
     def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:
         self.net, self.decay, self.enabled, self.n_averaged = net, decay, enabled, 0  # steps so far
-        own = self.of_network().items() if enabled else ()
+        own = self.averaged().items() if enabled else ()
         self.tensors = {name: value.detach().clone() for name, value in own}
 
-    def of_network(self, **options: bool) -> dict[str, Tensor]:
+    def averaged(self, **options: bool) -> dict[str, Tensor]:
         """Return the network's tensors that are averaged, by name; `options` of named_parameters.
 
         A forward may put another tensor in the place of a buffer: so they are asked for anew.
@@ -662,7 +645,7 @@ class WeightAverage:
         # The weight of the new values: larger at first, so that the start is forgotten.
         share = 1 - min(self.decay, (1 + n) / (10 + n)) if n else 1.0
         groups: dict[type, list] = {}
-        for name, new in self.of_network().items():
+        for name, new in self.averaged().items():
             groups.setdefault(type(self.tensors[name]), []).append((self.tensors[name], new))
         for pairs in groups.values():  # sharded tensors by themselves
             averages, values = zip(*pairs)
@@ -685,7 +668,7 @@ class WeightAverage:
         if not self.n_averaged:
             return
         reshard(self.net)
-        for name, value in self.of_network().items():
+        for name, value in self.averaged().items():
             trained = value.clone()
             value.copy_(self.tensors[name])
             self.tensors[name].copy_(trained)
@@ -693,8 +676,8 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `n_averaged` and the tensors."""
         if self.enabled:
-            for name, value in cut_like(state["tensors"], self.tensors).items():
-                self.tensors[name].copy_(value)
+            for name, value in state["tensors"].items():
+                self.tensors[name].copy_(cut_like(value, self.tensors[name]))
             self.n_averaged = state["n_averaged"]
 
 
@@ -767,13 +750,15 @@ class Meter:
         pairs = zip(names, totals[::2], totals[1::2])
         means = {name: total / weight if weight else math.nan for name, total, weight in pairs}
         if function:
-            found = self.of_lists(function)
+            found = self.apply_to_lists(function)
             if both := ", ".join(found.keys() & means.keys()):
                 raise ValueError(f"dataset_metrics and per_sample_metrics both return {both}")
             means |= {name: float(value) for name, value in found.items()}
         return {**means, "count": int(count)}
 
-    def of_lists(self, function: Callable[[dict[str, list]], dict[str, float]]) -> dict[str, float]:
+    def apply_to_lists(
+        self, function: Callable[[dict[str, list]], dict[str, float]]
+    ) -> dict[str, float]:
         """Return on every rank what the function makes on rank 0 of the lists of all ranks."""
         ranks: list[Any] = [self.lists]
         group = patient_group()
@@ -819,10 +804,10 @@ class State:
         Run.save adds the rest of a checkpoint.
         """
         model, average = whole(self.net.state_dict()), whole(self.average.tensors)
-        names = {value: name for name, value in self.average.of_network().items()}
         evaluated = copy.copy(model)  # the tensors are in the file once
         if self.average.n_averaged:
-            every_name = self.average.of_network(remove_duplicate=False).items()
+            names = {value: name for name, value in self.average.averaged().items()}
+            every_name = self.average.averaged(remove_duplicate=False).items()
             evaluated.update({name: average[names[value]] for name, value in every_name})
         return {
             "format": FORMAT,
@@ -840,7 +825,10 @@ class State:
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Load a checkpoint. Raises if it does not fit the network or the optimizer."""
-        self.net.load_state_dict(cut_like(checkpoint["model"], self.net.state_dict()))
+        own = self.net.state_dict()
+        model = copy.copy(checkpoint["model"])  # with the versions of its modules
+        model.update({name: cut_like(value, own.get(name)) for name, value in model.items()})
+        self.net.load_state_dict(model)
         self.load_optimizer(checkpoint["optimizer"])
         self.scaler.load_state_dict(checkpoint["scaler"])
         self.average.load_state_dict(checkpoint["average"])
@@ -880,6 +868,8 @@ class State:
         groups = [g | {"params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
         by_name = {numbers.get(key, key): value for key, value in state["state"].items()}
         kind = type(self.optimizer).__name__
+        # Sorted: all ranks put sharded tensors together in one order, whatever that of the groups.
+        by_name = {key: by_name[key] for key in sorted(by_name, key=str)}
         return state | {"kind": kind, "state": by_name, "param_groups": groups}
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
@@ -902,9 +892,11 @@ class State:
         state |= {key: value for key, value in saved["state"].items() if key not in before}
         for i, (name, parameter) in enumerate(zip(names, parameters)):
             if name in saved["state"]:
-                of_one = saved["state"][name]
-                state[i] = cut_like(of_one, dict.fromkeys(of_one, parameter))
-        self.optimizer.load_state_dict(now | {"state": state})
+                cut = functools.partial(cut_like, like=parameter)
+                state[i] = tree_map(cut, saved["state"][name])
+        # Beside state and groups an optimizer may save numbers of its own, as Lookahead does.
+        extra = {key: saved[key] for key in saved.keys() - {"kind", "state", "param_groups"}}
+        self.optimizer.load_state_dict(now | extra | {"state": state})
         for i, parameter in enumerate(parameters):
             if i in state:
                 restore_types(self.optimizer.state[parameter], state[i], parameter)
@@ -938,20 +930,47 @@ def whole(state: Any) -> Any:
     return tree_map(on_rank0, state)
 
 
-def cut_like(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole tensors, each cut among the ranks as the tensor of that name in `own`."""
-    found = copy.copy(values)
-    for name, value in values.items():
-        like = own.get(name)
-        if hasattr(like, "full_tensor") and getattr(value, "shape", None) == like.shape:
-            from torch.distributed.tensor import distribute_tensor  # slow to import
+def cut_like(value: Any, like: Any) -> Any:
+    """Return a whole tensor, cut among the ranks as `like` is; return anything else as it is."""
+    if not hasattr(like, "full_tensor") or getattr(value, "shape", None) != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # slow to import
 
-            place = like.device_mesh, like.placements
-            found[name] = distribute_tensor(value.to(like.device), *place, src_data_rank=None)
-    return found
+    place = like.device_mesh, like.placements
+    return distribute_tensor(value.to(like.device), *place, src_data_rank=None)
 
 
 # ------------------------------------------------------------------------------- checkpoint files
+
+
+def read_tensors(path: str | Path, option: str, verify: bool = True) -> Any:
+    """Read a file of torch.save to the CPU; `weights_only` runs no code of the file.
+
+    The tensors stay in the file until they are used: what nobody uses takes no memory. `verify`
+    reads it all, for its checksums. Raises UsageError, which begins with `option`, if the file is
+    damaged or of another kind.
+    """
+    try:
+        zipped = zipfile.is_zipfile(path)  # old files are not
+        if zipped and verify:
+            with zipfile.ZipFile(path) as file:
+                if damaged := file.testzip():  # torch.load does not check the checksums
+                    raise ValueError(f"checksum of {damaged} is wrong")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the format of old files
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # a truncated, damaged or hostile file raises almost anything
+        # torch's later sentences advise to run the code of the file.
+        reason = str(error).partition(". ")[0].partition("\n")[0] or type(error).__name__
+        problem = f"damaged, or no file of tensors ({reason}); name another file"
+        raise UsageError(f"{option} {path}: {problem}") from error
+
+
+def check_loadable(value: Any) -> None:
+    """Raise if a checkpoint could hold the value, but no run could load it."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    torch.load(file, weights_only=True)
 
 
 def save_checkpoint(checkpoint: dict[str, Any], *paths: str | Path) -> None:

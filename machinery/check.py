@@ -1,8 +1,8 @@
-"""Try a run before it begins: a first batch of each set, and a batch against its halves.
+"""Try a run before it begins: random samples of each set, as one batch and as its two halves.
 
-Whatever the trial changes in the network and in the generators is put back: it does not change the
-run. It finds what would stop the run later, and a loss that looks at its neighbours: another number
-of ranks would cut the batch elsewhere, and train another network.
+It finds what would stop the run later, and a loss of one sample that depends on other samples:
+another number of ranks would cut the batch elsewhere, and train another network. The network and
+the CPU's generators are put back; those of an accelerator are seeded before every forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from machinery.identity import digest
 from machinery.usertask import RESERVED, Task
 from sampling import KeyedDataset, seed_rng
 
-SETTERS = torch.set_rng_state, random.setstate, np.random.set_state
 TOLERANCE = 0.01  # of the largest value: above the rounding of bf16
 LOSS_ADVICE = (
     "keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for "
@@ -38,9 +37,9 @@ SET_ADVICE = "use dataset_metrics for the whole set; or --no-check"
 def check_run(
     task: Task, net: nn.Module, device: torch.device, train: DataLoader, val: DataLoader
 ) -> None:
-    """Raise UsageError if a first batch shows that something is wrong; `net` is on the device.
+    """Raise UsageError if a batch of either set shows that something is wrong.
 
-    All ranks make the same number of forwards, which sharded networks need.
+    `net` is on the device. All ranks make the same number of forwards, as sharded networks need.
     """
     args = task.args
     if not args.check:
@@ -71,11 +70,15 @@ def unchanged(net: nn.Module) -> Iterator[None]:
         for name, value in values.items()
         if isinstance(value, (dict, list, set)) and "hooks" not in name  # fsdp adds its own
     ]
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    generators = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+    ]
     try:
         yield
     finally:
-        for put_back, state in zip(SETTERS, generators):
+        for put_back, state in generators:
             put_back(state)
         common.reshard(net)
         for module, values in attributes:
@@ -83,7 +86,10 @@ def unchanged(net: nn.Module) -> Iterator[None]:
             vars(module).update(values)
         for value, before in contents:  # the same objects, which others may hold
             value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
+            if isinstance(value, list):
+                value.extend(before)
+            else:
+                value.update(before)
         for tensor, before in tensors:
             if tensor.shape != before.shape:  # an observer of quantization begins with none
                 tensor.resize_(before.shape)
@@ -104,14 +110,15 @@ def values_of(
     Of the training set without metrics: train_metrics expects outputs of the training mode.
     """
     args, n = task.args, len(indices)
-    samples = f"for samples {str(indices[:3])[1:-1]}{', ...' * (n > 3)} of the {kind} set"
+    more = ", ..." if n > 3 else ""
+    samples = f"for samples {', '.join(map(str, indices[:3]))}{more} of the {kind} set"
     where = f"--task {task.path}, {samples}"
     with task.errors_of(f"__getitem__ or collate, {samples}"):
         inputs, targets = common.to_device(fetch(keyed, indices, where), device)
     if args.parallel_mode == "dp":
         if common.gather_samples.used:
             raise UsageError(f"{where}: dp cannot gather_samples; use ddp or spawn")
-        check_dp((inputs, targets), where, n)
+        refuse_uncut((inputs, targets), where, n)
     seed_rng(args.seed, -3, draw)
     with common.autocast(device, args.amp):
         with task.errors_of(f"the forward of the model, {samples}"):
@@ -132,8 +139,11 @@ def values_of(
                 found |= metrics
                 common.Meter(device).add(**found)
     for name in [name for name, value in found.items() if isinstance(value, tuple)]:
-        found[name], found[f"weight of {name}"] = found[name]
-    return {n: value.double().cpu() for n, value in found.items() if isinstance(value, Tensor)}
+        sums, weights = found[name]
+        found |= {name: sums, f"weight of {name}": weights}
+    return {
+        name: value.double().cpu() for name, value in found.items() if isinstance(value, Tensor)
+    }
 
 
 def fetch(keyed: KeyedDataset, indices: list[int], where: str) -> tuple[Any, Any]:
@@ -144,12 +154,14 @@ def fetch(keyed: KeyedDataset, indices: list[int], where: str) -> tuple[Any, Any
         raise UsageError(f"{where}: they differ when they are fetched again; {wanted}")
     batch = keyed.__getitems__((0, indices))
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        found = f"{type(batch).__name__} of {len(batch)}"
+        found = type(batch).__name__
+        if isinstance(batch, (tuple, list, dict)):
+            found += f" of {len(batch)}"
         raise UsageError(f"{where}: a sample must be (input, target), got a {found}")
     return batch
 
 
-def check_dp(batch: Any, where: str, n: int) -> None:
+def refuse_uncut(batch: Any, where: str, n: int) -> None:
     """Raise UsageError if dp cannot cut the batch: if it holds more than tensors [n, ...]."""
 
     def check(leaf: Any) -> Any:
@@ -164,7 +176,7 @@ def check_dp(batch: Any, where: str, n: int) -> None:
 def compare_halves(
     task: Task, net: nn.Module, device: torch.device, loader: DataLoader, size: int, kind: str
 ) -> dict[str, Tensor]:
-    """Return what values_of returns for `size` samples of a set, which are mixed: it may be sorted.
+    """Return what values_of returns for `size` random samples of a set, which may be sorted.
 
     Raises UsageError if a loss, weight or metric changes when its batch is cut in half. What a
     model draws cannot be compared, nor can a loss that asks for the samples of all ranks.
@@ -180,7 +192,7 @@ def compare_halves(
     halves = [run_part(part) for part in (indices[:half], indices[half:]) if part]
     if not half or common.gather_samples.used:
         return whole
-    unlike = whole["loss"] != other_draw["loss"]  # as a NaN is unlike itself
+    unlike = whole["loss"] != other_draw["loss"]  # also where the loss is NaN
     if unlike.any():
         i = int(unlike.int().argmax())
         twice = f"{whole['loss'][i]:.6g}, and {other_draw['loss'][i]:.6g} the second time"

@@ -25,7 +25,7 @@ from common import (
 )
 from machinery.process import Stopped
 from machinery.rendezvous import follow_launcher, forget_launcher, take_ranks_of_slurm
-from machinery.usertask import load_module, of_task
+from machinery.usertask import as_task_error, load_module
 
 # Not stored in a checkpoint, nor taken from one: what belongs to one start of a run, or to one
 # machine. A checkpoint has weights of its own.
@@ -235,7 +235,7 @@ flag("--tensorboard", "also write the log for TensorBoard, into --output-dir")
 option("--device", str, "auto|cpu|cuda|...", "auto",
        "auto takes the accelerator if there is one")
 flag("--deterministic", "slower kernels that give the same bits in every run")
-flag("--check", "try a first batch of each set before the run", True)
+flag("--check", "try a batch of each set before the run", True)
 # fmt: on
 
 
@@ -307,7 +307,7 @@ def add_options_of_task(parser: argparse.ArgumentParser, file: str, saved: Any) 
     """Let the file of a task add its options; return their names in the parsed arguments."""
     check_file("--task", file)
     before = len(parser._actions)
-    with of_task(f"--task {file}: add_options"):
+    with as_task_error(f"--task {file}: add_options"):
         if add_options := getattr(load_module(Path(file)), "add_options", None):
             add_options(parser.add_argument_group(f"task {Path(file).stem}"))
     added = parser._actions[before:]
@@ -349,7 +349,9 @@ def parse_args(
     args.changes = changes_at_resume(args, config, step)
     for name in task_options:
         option = f"--{name.replace('_', '-')}"
-        with of_task(f"--task {args.task}: {option} must be a number, a text or a list of them"):
+        with as_task_error(
+            f"--task {args.task}: {option} must be a number, a text or a list of them"
+        ):
             check_loadable(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)

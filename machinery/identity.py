@@ -26,11 +26,10 @@ def identity(train: KeyedDataset, val: KeyedDataset) -> tuple[dict[str, Any], di
 
     Another hash is no proof of other data: pixels are decoded differently on another processor.
     """
-    found: dict[str, Any] = {"classes": None}
-    hashes = {}
-    for dataset in (val.dataset, train.dataset):  # as torchvision's data sets have them
-        if isinstance(classes := getattr(dataset, "classes", None), (list, tuple)):
-            found["classes"] = [str(name) for name in classes]
+    # As torchvision's data sets have them.
+    classes = [getattr(keyed.dataset, "classes", None) for keyed in (train, val)]
+    names = (list(map(str, some)) for some in classes if isinstance(some, (list, tuple)))
+    found, hashes = {"classes": next(names, None)}, {}
     for name, keyed in (("training samples", train), ("evaluation samples", val)):
         found[name] = n = len(keyed.dataset)
         unseeded = KeyedDataset(keyed.dataset, 0, keyed.skip_corrupt, keyed.collate)

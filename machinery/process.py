@@ -21,7 +21,7 @@ from machinery.signals import SIGNALS, handle_signals, ignore_signals
 
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
-# Words of torch and the system, and what they mean here.
+# Words in error messages of torch, and what to do.
 ADVICE = {
     "find_unused_parameters=True": (
         "some parameters took no part in the last loss: add --find-unused-parameters"
@@ -77,25 +77,15 @@ class Output:
             self.stream.flush()
 
 
-def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
-    """Run `main` and return the exit code of this process.
-
-    0 done, 1 failed, 2 bad arguments, 3 diverged, 129, 130 or 143 stopped by a signal after saving;
-    a failed rank tells its launcher FAILED. A signal before training begins ends the process at
-    once: nothing can be lost yet. `hard_exit` ends the process here, without Python's clean-up.
-
-    The ranks raise Stopped together, and leave together. Any other error is of one rank: it ends
-    without waiting for the others, which would wait for it.
-    """
-    global is_program
-    is_program = True
+def set_up_process() -> None:
+    """Prepare signals, streams and open files of a process that ends with run_main."""
     atexit.register(ignore_signals)
     # If stdin is closed, the next open file gets its number, 0: maybe a checkpoint.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    files = most if 0 <= most < 65536 else 65536  # workers pass batches by open files
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft = hard if 0 <= hard < 65536 else 65536  # workers pass batches by open files
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides the exit codes of ranks
     if os.getpid() == 1:  # the first process of a container, which nothing ends by default
@@ -103,8 +93,29 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     elif signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # they are blocked in a spawned process
+
+
+def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
+    """Run `main` and return the exit code of this process.
+
+    0              done, or stopped by SIGUSR1 after saving
+    1              failed; a rank tells its launcher FAILED, which the launcher makes 1
+    2              bad input
+    3              diverged
+    129, 130, 143  stopped by SIGHUP, SIGINT or SIGTERM after saving
+
+    A signal before training begins ends the process at once: nothing can be lost yet. `hard_exit`
+    ends the process here, without Python's clean-up.
+
+    The ranks raise Stopped together, and leave together. Any other error is of one rank: it ends
+    without waiting for the others, which would wait for it.
+    """
+    global is_program
+    is_program = True
+    set_up_process()
     try:
-        code, reason = main(), ""
+        code = main()
+        reason = ""
         if code is None:  # torch's @record returns it after a task's sys.exit(0)
             raise RuntimeError("the run was left before its end, without an error")
     except UsageError as error:
@@ -132,7 +143,6 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
 
 def fail(error: BaseException) -> NoReturn:
     """Print what a rank raised, and end the process at once: the other ranks wait for it."""
-    meaning = ""
     if isinstance(error, SystemExit):
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     else:

@@ -39,11 +39,11 @@ from machinery.cli import check_directory, declared
 from machinery.identity import check_agreement, fingerprint, identity
 from machinery.process import Stopped, bad_input
 from machinery.signals import SIGNALS, StopSignal
-from machinery.usertask import of_task
+from machinery.usertask import as_task_error
 from sampling import GlobalBatchSampler
 
-# What TensorBoard does not draw of a line of metrics.jsonl.
-POSITION = {"event", "epoch", "step", "global_step", "count"}
+# Entries of a line of metrics.jsonl that TensorBoard does not draw.
+NOT_DRAWN = {"event", "epoch", "step", "global_step", "count"}
 
 # tqdm's default lock is one for several processes, and would be left behind.
 tqdm.set_lock(threading.RLock())
@@ -59,7 +59,7 @@ class Run:
     """
 
     files: RunFiles | None = None  # stays None on all ranks but 0
-    stop: StopSignal | None = None  # stays None with --eval-only
+    stop_signal: StopSignal | None = None  # stays None with --eval-only
     stopping: signal.Signals | None = None  # the signal after which the next save is the last one
 
     def __init__(
@@ -88,16 +88,16 @@ class Run:
             self._load(*found)
             print0("\n".join([f"resumed {self._position()}", *self.args.changes]))
         else:
-            with of_task("a checkpoint of this model or optimizer could not be loaded"):
+            with as_task_error("a checkpoint of this model or optimizer could not be loaded"):
                 self.state.load_itself()
         at = self.state if found else None
         self._on_rank0(lambda: self.files.begin(at, self.args.tensorboard))
         if not self.args.eval_only:  # which has nothing to save
-            self.stop = StopSignal()
+            self.stop_signal = StopSignal()
         self.log.start_times()
 
     def _open(self) -> tuple[Path, str, bool] | None:
-        """Return the path of the checkpoint, its fingerprint, and whether best.pt goes on."""
+        """Return the path of the checkpoint, its fingerprint, and whether its best score counts."""
         path = find_checkpoint(self.directory, self.args.resume, self.args.eval_only)
         checkpoint = load_checkpoint(path) if path else None  # reads it all: is it damaged?
         self.files = self.log.files = RunFiles(self.directory, self.args.eval_only, path)
@@ -193,12 +193,13 @@ class Run:
 
         `grad_norm` is the norm of its gradient, which `logs_next` asks for.
         """
-        state, logs = self.state, self.logs_next
+        state = self.state
+        logs = self.logs_next  # before the counters move on
         state.step += 1
         state.global_step += 1
         self.log.bar.update()
         # First, because reading the device hangs if another rank has died.
-        self.stopping = self.stop.agreed()
+        self.stopping = self.stop_signal.agreed()
         ends = state.step == self.sampler.steps_per_epoch
         if logs:
             self.log.train_line(grad_norm)
@@ -221,17 +222,21 @@ class Run:
         state = self.state
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
         best = self.args.best or known[0]
-        name, lowest = best.removesuffix(":min"), best == "loss" or best.endswith(":min")
+        name = best.removesuffix(":min")
+        lower_is_better = best == "loss" or best.endswith(":min")
         if name not in known:
             raise bad_input(f"--best {best}: no such metric; use one of {', '.join(known)}")
         self.log.eval_line(metrics)
         names = []
-        if self._improves(metrics[name], lowest):
-            state.best, names = (metrics[name], state.epoch), ["best.pt"]
+        if self._improves(metrics[name], lower_is_better):
+            state.best = (metrics[name], state.epoch)
+            names.append("best.pt")
         if self.args.keep_every and state.epoch % self.args.keep_every == 0:
             names.append(f"epoch-{state.epoch:04}.pt")
         # Waits: the save below must know of a stop. After the last epoch nothing is left to stop.
-        self.stopping = self.stop.agreed(wait=True) if state.epoch < self.args.epochs else None
+        self.stopping = (
+            self.stop_signal.agreed(wait=True) if state.epoch < self.args.epochs else None
+        )
         self.save(*names, "last.pt")  # last.pt last: it counts the epoch as done
         if state.epoch == self.args.epochs and state.best:
             path, (score, epoch) = self.directory / "best.pt", state.best
@@ -256,7 +261,8 @@ class Run:
         finite, the run ends, and the last good files stay.
         """
         self.log.spend("train_s")
-        checkpoint, problem = self.state.checkpoint(), ""
+        checkpoint = self.state.checkpoint()
+        problem = ""
         if self.files:
             checkpoint |= {"data": self.data | self.hashes, "config": self.config}
             parameters = [name for name, _ in self.state.net.named_parameters()]
@@ -267,9 +273,9 @@ class Run:
             raise Stopped(3, f"diverged: {kept}: {problem}")
         self.log.spend("save_s")
         if self.stopping:
-            self._stop()
+            self._end_on_signal()
 
-    def _stop(self) -> NoReturn:
+    def _end_on_signal(self) -> NoReturn:
         """End the run on a signal, after a save."""
         name, step = self.stopping.name, self.state.global_step
         if self.log.bar:
@@ -453,20 +459,20 @@ class RunFiles:
 
     tensorboard: Any = None  # a SummaryWriter
 
-    def __init__(self, directory: Path, eval_only: bool, path: Path | None) -> None:
-        self.directory, self.eval_only, self.resume_path = directory, eval_only, path
+    def __init__(self, directory: Path, eval_only: bool, resume_path: Path | None) -> None:
+        self.directory, self.eval_only, self.resume_path = directory, eval_only, resume_path
         directory.mkdir(parents=True, exist_ok=True)
         # --eval-only in the directory of a run leaves its log as it is.
         self.only_reads = eval_only and any(directory.glob("*.pt"))
         name = os.devnull if self.only_reads else directory / "metrics.jsonl"
-        self.log = open(name, "ab+")  # noqa: SIM115
+        self.metrics_file = open(name, "ab+")  # noqa: SIM115
         try:
             if not self.only_reads:  # held by the process: a notebook may start another run here
-                fcntl.lockf(self.log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self.metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             problem = "another run is writing there; choose another directory"
             raise UsageError(f"--output-dir {directory}: {problem}") from error
-        except OSError as error:  # of a network, often
+        except OSError as error:  # network file systems often have no locks
             problem = f"{directory} cannot be locked: {error.strerror}"
             print(f"warning: {problem}; let no other run write there", file=sys.stderr)
 
@@ -480,12 +486,13 @@ class RunFiles:
     def begin(self, state: State | None, tensorboard: bool) -> None:
         """Write the first files, after the checkpoint of --resume was found to fit.
 
-        last.pt becomes that checkpoint; later log lines go. `state` is None in a new run.
+        last.pt becomes that checkpoint; log lines of later steps are removed. `state` is None in a
+        new run.
         """
         if not self.eval_only:
             if state and self.resume_path.resolve() != (self.directory / "last.pt").resolve():
                 copy_checkpoint(self.resume_path, self.directory / "last.pt")
-            self.log.truncate(self._bytes_before(state) if state else 0)
+            self.metrics_file.truncate(self._bytes_before(state) if state else 0)
         if tensorboard and not self.only_reads:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -495,8 +502,8 @@ class RunFiles:
     def _bytes_before(self, state: State) -> int:
         """Return how many bytes of metrics.jsonl are of steps before this state."""
         kept = 0
-        self.log.seek(0)
-        for line in self.log:
+        self.metrics_file.seek(0)
+        for line in self.metrics_file:
             try:
                 entry = json.loads(line)
                 # The evaluation of an epoch belongs to its end.
@@ -512,10 +519,12 @@ class RunFiles:
     def write_line(self, line: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl; NaN and Inf become null."""
         bad = [n for n, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
-        self.log.write(f"{json.dumps(line | dict.fromkeys(bad))}\n".encode())
-        self.log.flush()
-        for name in line.keys() - POSITION if self.tensorboard else ():
-            self.tensorboard.add_scalar(f"{line['event']}/{name}", line[name], line["global_step"])
+        self.metrics_file.write(f"{json.dumps(line | dict.fromkeys(bad))}\n".encode())
+        self.metrics_file.flush()
+        if self.tensorboard:
+            for name in line.keys() - NOT_DRAWN:
+                value, step = line[name], line["global_step"]
+                self.tensorboard.add_scalar(f"{line['event']}/{name}", value, step)
 
     def write_checkpoint(
         self, checkpoint: dict[str, Any], parameters: list[str], names: tuple[str, ...]
@@ -528,11 +537,11 @@ class RunFiles:
         bad = [n for part in parts for n in parameters if n in part and has_non_finite(part[n])]
         if bad:
             return f"non-finite values in {', '.join(bad[:5])}"
-        os.fsync(self.log.fileno())  # a checkpoint must not be ahead of the log
+        os.fsync(self.metrics_file.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
         return ""
 
     def close(self) -> None:
         if self.tensorboard:
             self.tensorboard.close()
-        self.log.close()
+        self.metrics_file.close()

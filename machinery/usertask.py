@@ -23,23 +23,28 @@ from common import UsageError, freeze, load_weights, print0, read_tensors
 from machinery.process import TaskError
 from sampling import seed_generators, seed_rng, splitmix64
 
-# Names in a line of metrics.jsonl that are no metric.
-RESERVED = {"loss", "count", "event", "epoch", "step", "global_step", "lr", "samples_per_s"}
-RESERVED |= {"grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"}
-NEEDED = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
-OPTIONAL = ["collate", "loss_weights", "train_metrics", "dataset_metrics", "build_optimizer"]
-OPTIONAL += ["shard_modules"]
-RANKS = "ddp", "spawn", "fsdp"  # modes with several processes
+# Names in a line of metrics.jsonl that no metric may have.
+RESERVED = {
+    *("loss", "count", "event", "epoch", "step", "global_step", "lr", "samples_per_s"),
+    *("grad_norm", "skipped", "data_wait", "train_s", "eval_s", "save_s"),
+}
+REQUIRED = ["build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
+OPTIONAL = [
+    *("collate", "loss_weights", "train_metrics", "dataset_metrics", "build_optimizer"),
+    "shard_modules",
+]
+MODES_WITH_RANKS = "ddp", "spawn", "fsdp"
 ROOT = Path(common.__file__).resolve().parent
-BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
-loaded: dict[Path, ModuleType] = {}  # by parse_args: a task's file is not run twice
+# What --sync-bn can replace.
+CONVERTIBLE = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+loaded: dict[Path, ModuleType] = {}  # by parse_args: the file of a task is not run twice
 
 
 @contextlib.contextmanager
-def of_task(where: str) -> Iterator[None]:
-    """Turn what the block raises into a TaskError that begins with `where`, before the run.
+def as_task_error(where: str) -> Iterator[None]:
+    """Raise as a TaskError what the block raises; its message begins with `where`.
 
-    Its cause is the error itself, whose traceback is printed.
+    The error itself is the cause: run_main prints its traceback. A UsageError stays as it is.
     """
     try:
         yield
@@ -57,16 +62,21 @@ def open_files() -> set[str]:
     return {path for path in paths if os.path.isfile(path) and path not in mapped}
 
 
+def warn_of_names(folder: str) -> None:
+    for name in ("task", "common", "sampling"):
+        if Path(folder, f"{name}.py").exists():
+            problem = "cannot be imported: the project has such a file"
+            print0(f"warning: {name} in {folder} {problem}")
+
+
 def load_module(path: Path) -> ModuleType:
     """Run the file of a task, and return it as a module."""
-    with of_task(f"--task {path}"):
+    with as_task_error(f"--task {path}"):
         folder = str(path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)  # it may import its neighbours; last, so they replace nothing
-        for name in ("task", "common", "sampling") if folder != str(ROOT) else ():
-            if Path(folder, f"{name}.py").exists():
-                problem = "cannot be imported: the project has such a file"
-                print0(f"warning: {name} in {folder} {problem}")
+        if folder != str(ROOT):
+            warn_of_names(folder)
         name = f"task_{path.stem}"  # not the name of another module
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -83,10 +93,10 @@ class Task:
         self.args, self.path = args, Path(args.task)
         # A spawned process has not parsed the command line.
         module = loaded.get(self.path) or load_module(self.path)
-        found = {name: getattr(module, name, None) for name in (*NEEDED, *OPTIONAL)}
+        found = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
         self.functions = {name: value for name, value in found.items() if callable(value)}
-        if missing := [name for name in NEEDED if name not in self.functions]:
-            problem = f"must define {', '.join(NEEDED)}; missing: {', '.join(missing)}"
+        if missing := [name for name in REQUIRED if name not in self.functions]:
+            problem = f"must define {', '.join(REQUIRED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
         self.globals = vars(module)
@@ -95,7 +105,9 @@ class Task:
         # These are None if the task has no such function.
         self.shard_modules = self.functions.get("shard_modules")
         self.collate = self.functions.get("collate")
-        self.dataset_metrics = self._set_metrics if "dataset_metrics" in self.functions else None
+        self.dataset_metrics = (
+            self._dataset_metrics if "dataset_metrics" in self.functions else None
+        )
 
     def _with_options(self, name: str, function: Callable) -> Callable:
         """Bind the options that a function names as keyword-only parameters."""
@@ -112,7 +124,7 @@ class Task:
 
     def errors_of(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return the context that names this function and its file in what the block raises."""
-        return of_task(f"--task {self.path}: {name}")
+        return as_task_error(f"--task {self.path}: {name}")
 
     def build_datasets(self) -> tuple[Dataset, Dataset]:
         """Return the training and the evaluation set; what they draw is the same on all ranks."""
@@ -138,8 +150,25 @@ class Task:
         args = self.args
         torch.manual_seed(args.seed)
         where = f"--task {self.path}: build_model"
-        with of_task(where):
+        with as_task_error(where):
             net = self.functions["build_model"](args)
+        self._refuse(net, where)
+        if args.dtype == "float64":  # else the task's own types stay: a half base, a precise clock
+            net.double()
+        if args.weights:
+            option = f"--weights {args.weights}"
+            with as_task_error(option):
+                content = read_tensors(args.weights, "--weights")
+                load_weights(net, content, option, complete=args.eval_only)
+        if args.freeze:
+            freeze(net, args.freeze)
+        if args.channels_last:
+            with as_task_error("--channels-last"):
+                net = net.to(memory_format=torch.channels_last)
+        return net
+
+    def _refuse(self, net: Any, where: str) -> None:
+        """Raise UsageError if the model cannot train, or not in this mode."""
         if not isinstance(net, nn.Module) or not list(net.parameters()):
             found = type(net).__name__
             raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
@@ -149,13 +178,12 @@ class Task:
             if module.sparse:  # DDP would spoil other gradients
                 problem = f"{name} has sparse gradients, which ranks cannot average"
                 raise UsageError(f"{where}: {problem}; leave out sparse=True")
-            if args.parallel_mode != "single" and module.max_norm:
+            if self.args.parallel_mode != "single" and module.max_norm:
                 problem = f"{name} changes its weights in each forward, on each rank others"
                 raise UsageError(f"{where}: {problem}; leave out max_norm")
-        if args.sync_bn and (odd := {*map(type, common.batch_norms(net))} - {*BATCH_NORMS}):
+        if self.args.sync_bn and (odd := {*map(type, common.batch_norms(net))} - CONVERTIBLE):
             names = ", ".join(sorted(kind.__name__ for kind in odd))
             raise UsageError(f"--sync-bn would drop the code of {names}; leave it out")
-        self._refuse_hooks(net, where)
         own = {*net.parameters()}
         beside = [
             name
@@ -166,21 +194,12 @@ class Task:
         if beside:
             problem = f"nothing trains or saves the parameters of {', '.join(beside)}"
             raise UsageError(f"{where}: {problem}; put it into the model, or freeze it")
-        if args.dtype == "float64":  # else the task's own types stay: a half base, a precise clock
-            net.double()
-        if args.weights:
-            option = f"--weights {args.weights}"
-            with of_task(option):
-                content = read_tensors(args.weights, "--weights")
-                load_weights(net, content, option, complete=args.eval_only)
-        if args.freeze:
-            freeze(net, args.freeze)
-        with of_task("--channels-last"):
-            return net.to(memory_format=torch.channels_last) if args.channels_last else net
+        self._refuse_hooks(net, where)
 
     def _refuse_hooks(self, net: nn.Module, where: str) -> None:
         """Raise UsageError if a parameter has a hook: it would see the gradient of one rank."""
-        for name, parameter in net.named_parameters() if self.args.parallel_mode in RANKS else ():
+        parameters = net.named_parameters()
+        for name, parameter in parameters if self.args.parallel_mode in MODES_WITH_RANKS else ():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 problem = f"{name} has a hook, which would see the gradient of one rank alone"
                 advice = "use optimizer.register_step_pre_hook, or single"
@@ -196,7 +215,7 @@ class Task:
             except ValueError as error:  # as --nesterov without --momentum
                 raise UsageError(f"--optimizer {args.optimizer}: {error}") from error
         where = f"--task {self.path}: build_optimizer"
-        with of_task(where):
+        with as_task_error(where):
             hooks = len(net._forward_pre_hooks)  # fsdp has its own
             optimizer = self.functions["build_optimizer"](args, net)
             if not isinstance(optimizer, torch.optim.Optimizer):
@@ -246,7 +265,7 @@ class Task:
         found = self.functions["train_metrics"](outputs, targets) or {}
         return {name: value for name, value in found.items() if not isinstance(value, list)}
 
-    def _set_metrics(self, lists: dict[str, list]) -> dict[str, float]:
+    def _dataset_metrics(self, lists: dict[str, list]) -> dict[str, float]:
         """Return metrics of the whole set, seeded: they draw the same numbers in every mode."""
         seed_rng(self.args.seed, -2, 0)  # no training step and no batch has this number
         found = {str(n): float(v) for n, v in self.functions["dataset_metrics"](lists).items()}

@@ -76,7 +76,7 @@ def end_epoch(run, loss=1.0, **metrics):
 
 def end(run):
     """Leave a run as a process that ends: its lock is free."""
-    run.files.log.close()
+    run.files.metrics_file.close()
 
 
 def load(path):

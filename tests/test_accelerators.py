@@ -157,8 +157,8 @@ def test_steps_between_log_lines_do_not_wait_for_the_device(tmp_path, handlers):
         make_step(run, [1.0])
     assert count.read == [4, 7, 8, 12, 13] and saves == [7]
     count.value, run.state.step = 10, 0
-    agreed = run.stop.agreed
-    run.stop.agreed = lambda: count.read.append("agreed") or agreed()
+    agreed = run.stop_signal.agreed
+    run.stop_signal.agreed = lambda: count.read.append("agreed") or agreed()
     with pytest.raises(machinery.process.Stopped) as stopped:
         make_step(run, [1.0])  # a save is due
     assert stopped.value.code == 3 and "seen at step 14" in stopped.value.reason

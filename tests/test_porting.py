@@ -7,7 +7,7 @@ from harness import ROOT, make_sampler
 
 import common
 import machinery.cli
-from machinery.usertask import NEEDED, OPTIONAL
+from machinery.usertask import REQUIRED, OPTIONAL
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 
@@ -37,7 +37,7 @@ def test_rows_name_what_is_there():
                 assert hasattr(common, name), span
                 checked += 1
             for name in re.findall(r"^(\w+)$", span):
-                known = name in (*NEEDED, *OPTIONAL) or re.search(rf"\b{name}\b", code)
+                known = name in (*REQUIRED, *OPTIONAL) or re.search(rf"\b{name}\b", code)
                 others = "sync_dist max_steps set_seed StochasticWeightAveraging torchrun fp16 add_options"
                 assert known or name in others.split(), span
                 checked += 1
