@@ -112,7 +112,7 @@ class Trial:
     @property
     def cut_matters(self) -> bool:
         """Whether the numbers depend on how a batch is cut among ranks."""
-        own = self.part("norm") == "instance_tracked"
+        own = self.part("norm") == "instance_tracked" or self.part("observer")
         own |= self.part("norm").startswith("batch") and "--sync-bn" not in self.options
         return own or self.part("dropout") > 0
 
@@ -243,6 +243,13 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
         "frozen": (0.15, [True]),
         "metric": (0.4, ["accuracy"]),
         "weights": (0.25, [True]),
+        "ragged": (0.2, [True]),
+        "observer": (0.15, [True]),
+        "buffers": (0.2, [True]),
+        "module_hooks": (0.2, [True]),
+        "parameter_hook": (0.06, [True]),
+        "loss_module": (0.2, [True]),
+        "optimizer": (0.35, ["groups", "lists", "lookahead"]),
     }
     task: dict[str, Any] = {"held_out": rng.choice([1, 2, 5, 11, 17])}
     for name, (share, choices) in shares.items():
@@ -268,6 +275,8 @@ def constrain(trial: Trial) -> Trial:
     # The data set
     if trial.part("data") == "drawn":
         task.pop("augment", None)
+    if trial.part("ragged"):
+        task.pop("weights", None)
 
     # The optimizer
     sgd = trial.value("--optimizer", "sgd") == "sgd"
@@ -294,6 +303,8 @@ def constrain(trial: Trial) -> Trial:
         given.pop("--shard-size", None)
     if not may_resume(trial):
         trial.resume = trial.place
+    if trial.part("parameter_hook") and {trial.resume[0], trial.evaluate[0]} & {*RANKS}:
+        trial.resume = trial.evaluate = trial.place  # which is refused, or has no ranks
     if trial.evaluate[0] == "dp" and "--sync-bn" in given:
         trial.evaluate = ("single", 1)
     devices = max(n for _, n in [trial.place, trial.resume, trial.evaluate])
@@ -382,6 +393,8 @@ class Runs:
         trial = self.trial
         self.write_files()
         undisturbed = self.run("undisturbed", trial.mode, trial.n, trial.argv(), check=True)
+        if trial.part("parameter_hook") and trial.mode in RANKS:
+            return self.expect_end(undisturbed, frozenset({2}), (r".* has a hook, .*",))
         self.expect_end(undisturbed)
         self.expect_log(undisturbed.folder)
         self.expect_state(undisturbed.folder)
@@ -426,7 +439,7 @@ class Runs:
             )
         sabotage = self.sabotage if name != "one-device" else None
         prepare = Prepare(scratch, f"train_{mode}", sabotage=sabotage, **more)
-        result = harness.train(mode, n, *argv, folder=scratch, patch=prepare)
+        result = harness.train(mode, n, *argv, folder=scratch, steps=0, patch=prepare)
         for label, text in (("out", result.out), ("err", result.err)):
             (scratch / label).write_text(text)
         killed = (more.get("interruption") or NOTHING)["kind"] == "SIGKILL"
@@ -600,8 +613,14 @@ def of_mode(mode: str, argv: list[str]) -> list[str]:
 
 
 def load(path: Path) -> dict[str, Any]:
+    """Return a checkpoint, with the groups of its optimizer in one order."""
     expect(path.exists(), "state", f"no {path.name}")
-    return torch.load(path, weights_only=True)
+    checkpoint = torch.load(path, weights_only=True)
+    groups = checkpoint["optimizer"]["param_groups"]
+    for group in groups:
+        group["params"].sort()
+    groups.sort(key=lambda group: group["params"])
+    return checkpoint
 
 
 def last_lines(text: str) -> str:
