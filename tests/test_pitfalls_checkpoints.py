@@ -1,5 +1,6 @@
 """The pitfalls of going from one device to many: checkpoints and resume. Each test shows the wrong way failing, then this project's way."""
 
+import copy
 import functools
 import json
 import multiprocessing
@@ -187,3 +188,75 @@ def test_pitfall_42_old_interfaces_and_prefixed_names(tmp_path):
         == saved["average"]["tensors"].keys()
         == names
     )
+
+
+# ----------------------------------------------------------------------------------------------- 57
+
+
+def momentum(order):
+    """Return an optimizer with these groups of two, a network's weights."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD([{"params": net[i].weight} for i in order], 0.1, 0.9)
+    for i in (0, 1):
+        optimizer.state[net[i].weight]["momentum_buffer"] = torch.full((2, 2), float(i))
+    return net, optimizer
+
+
+def test_pitfall_57_groups_from_a_set():
+    """After a resume each weight has another one's momentum: state dicts number the weights, and groups from a `set` have another order in each process."""
+    (before, saved), (net, optimizer) = momentum([0, 1]), momentum([1, 0])
+    optimizer.load_state_dict(saved.state_dict())
+    assert optimizer.state[net[0].weight]["momentum_buffer"].eq(1).all()
+
+    named = common.State(before, saved, None, None, None).optimizer_by_name()
+    common.State(net, optimizer, None, None, None).load_optimizer(named)
+    assert optimizer.state[net[0].weight]["momentum_buffer"].eq(0).all()
+
+
+# ----------------------------------------------------------------------------------------------- 60
+
+
+def test_pitfall_60_other_weights_in_training():
+    """The wrong weights are evaluated and saved: a schedule-free optimizer has its average in the network only after `optimizer.eval()`."""
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1, bias=False).double()  # the best weight is 0
+    average = common.WeightAverage(net, 0.999)
+    y, z, x = net.weight.data, torch.ones(1, 1).double(), torch.ones(1, 1).double()
+    for k in range(1, 1001):
+        y.copy_(0.1 * z + 0.9 * x)  # where the gradient is taken: the method's own result is x
+        z -= 0.5 * (y + torch.randn(1, 1))
+        x.lerp_(z, 1 / k)
+        average.after_step()
+    wrong = y.abs().item()
+    assert wrong > 2 * x.abs().item()
+    with average.swapped_in():
+        assert wrong > 2 * y.abs().item()
+
+
+# ----------------------------------------------------------------------------------------------- 62
+
+
+class Features(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, stored = nn.Linear(2, 2), nn.Linear(2, 1), {}
+        self.body.register_forward_hook(lambda *values: stored.update(body=values[2]))
+        self.stored = stored
+
+    def forward(self, inputs):
+        self.body(inputs)
+        return self.head(self.stored["body"])
+
+
+def test_pitfall_62_copy_of_a_model_with_closures():
+    """The average is evaluated with the features of another batch: in a copy hooks still write into the original's dict, and the copy reads its own."""
+    torch.manual_seed(0)
+    net, inputs = Features().requires_grad_(False), torch.ones(3, 2)
+    net(torch.zeros(3, 2))
+    wrong, average, right = copy.deepcopy(net), common.WeightAverage(net, 0.9), net(inputs)
+    assert not torch.equal(wrong(inputs), right)
+
+    average.after_step()
+    net.body.weight += 1
+    with average.swapped_in():
+        assert torch.equal(net(inputs), right)

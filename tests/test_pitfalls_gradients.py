@@ -10,6 +10,7 @@ from harness import check, deviation, in_group, single_run, train
 from patches import BASE, printed, scale_as_fp16, wrap_in_task
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import common
 
@@ -281,3 +282,121 @@ def test_pitfall_53_sparse_gradients(tmp_path):
         match="0 has sparse gradients, which ranks cannot average; leave out sparse",
     ):
         check("ddp", 2, "--task", str(tmp_path / "sparse.py"))
+
+
+# ----------------------------------------------------------------------------------------------- 56
+
+
+def clamp_in_a_hook():
+    torch.manual_seed(0)
+    net, inputs = nn.Linear(5, 1).double(), torch.randn(8, 5).double()
+    model = DistributedDataParallel(copy.deepcopy(net))
+    for bare in (net, model.module):
+        bare.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    (net(inputs) ** 2).mean().backward()
+    (model(inputs.tensor_split(2)[dist.get_rank()]) ** 2).mean().backward()
+    print(deviation(gradients(model), gradients(net)))
+
+
+def test_pitfall_56_hook_of_a_parameter(tmp_path):
+    """A parameter's hook clips, or looks for NaN, in the gradient of one rank: DDP averages afterwards."""
+    assert all(float(out) > 1e-2 for out in in_group(2, clamp_in_a_hook))
+
+    model = "build = build_model\ndef build_model(args):\n    net = build(args)\n"
+    model += "    net.head.weight.register_hook(lambda g: g.clamp(-1, 1))\n    return net\n"
+    (tmp_path / "hooked.py").write_text(TASK + model)
+    with pytest.raises(common.UsageError, match=r"head.weight has a hook.*register_step_pre_hook"):
+        check("ddp", 2, "--task", str(tmp_path / "hooked.py"))
+
+
+# ----------------------------------------------------------------------------------------------- 58
+
+
+class Precision(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logarithm = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, outputs):
+        return (outputs.square() * self.logarithm.exp() - self.logarithm).mean()
+
+
+def train_a_loss_beside_the_model():
+    for inside in (False, True):
+        torch.manual_seed(0)
+        net, loss, inputs = nn.Linear(5, 1).double(), Precision(), torch.randn(8, 5).double()
+        model = DistributedDataParallel(nn.Sequential(net, loss) if inside else net)
+        outputs = model(inputs.tensor_split(2)[dist.get_rank()])
+        (outputs if inside else loss(outputs)).backward()
+        print(loss.logarithm.grad.item())
+
+
+def test_pitfall_58_loss_beside_the_model():
+    """Each rank trains a loss of its own: DDP averages the gradients of what it wraps, and the loss has parameters too."""
+    first, second = (
+        [float(line) for line in out.split()] for out in in_group(2, train_a_loss_beside_the_model)
+    )
+    assert abs(first[0] - second[0]) > 1e-3
+    assert first[1] == second[1] == pytest.approx((first[0] + second[0]) / 2, rel=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------- 59
+
+
+class ActNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs):
+        if not self.scale.any():
+            self.scale.data.copy_(1 / inputs.std(0))
+        return inputs * self.scale
+
+
+def begin_with_own_batch():
+    torch.manual_seed(dist.get_rank())
+    net = ActNorm()
+    DistributedDataParallel(net)(torch.randn(4, 3)).sum().backward()
+    print(net.scale[0].item())
+    with pytest.raises(RuntimeError, match="parameters differ between ranks: scale"):
+        common.sync_buffers(net)
+
+
+def test_pitfall_59_first_forward_initialises():
+    """Ranks train different networks: the first forward sets weights by its batch, after DDP has made them equal."""
+    first, second = map(float, in_group(2, begin_with_own_batch))
+    assert abs(first - second) > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------- 61
+
+
+class Twice(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.layer, self.reentrant = nn.Linear(3, 3).double(), reentrant
+
+    def forward(self, value):
+        for _ in range(2):
+            value = checkpoint(self.layer, value, use_reentrant=self.reentrant)
+        return value.square().sum()
+
+
+def checkpoint_a_layer_twice():
+    inputs = torch.full((2, 3), 1.0 + dist.get_rank()).double().requires_grad_()
+    for reentrant in (True, False):
+        model = DistributedDataParallel(Twice(reentrant))
+        model(inputs).backward()
+        own = gradients(model)
+        print(deviation(own, {name: common.reduce_value(value) for name, value in own.items()}))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3).double(), Twice(True)))
+    with pytest.raises(RuntimeError, match="mark a variable ready only once"):
+        model(inputs).backward()
+
+
+def test_pitfall_61_reentrant_checkpoints():
+    """ "Expected to mark a variable ready only once", or no average at all: a re-entrant checkpoint has a backward of its own."""
+    for out in in_group(2, checkpoint_a_layer_twice):
+        wrong, right = map(float, out.split())
+        assert wrong > 0.1 and right <= 1e-12

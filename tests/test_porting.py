@@ -41,7 +41,7 @@ def test_rows_name_what_is_there():
                 others = "sync_dist max_steps set_seed StochasticWeightAveraging torchrun fp16 add_options"
                 assert known or name in others.split(), span
                 checked += 1
-    assert checked >= 70
+    assert checked >= 60
 
 
 def test_options_of_the_rows_are_accepted():
