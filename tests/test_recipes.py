@@ -13,8 +13,9 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, deviation, run_processes, train
+from harness import ROOT, deviation, loader_of, make_args, run_processes, sampler_of, train
 from patches import checked
+from runs import CPU
 
 PROGRAMS = {path.stem: path.read_text() for path in (ROOT / "examples/recipes").glob("*.py")}
 OTHERS = {"swa", "follow"}  # no tasks
@@ -51,12 +52,13 @@ def slow_or_not(name):
 
 @pytest.mark.parametrize("name", [*map(slow_or_not, sorted(PROGRAMS.keys() - OTHERS))])
 def test_recipe_is_the_same_on_two_devices(name, folder):
-    """Those with `loss_weights` also with accumulation, which must change nothing."""
+    """Those with `loss_weights` also with accumulation, and BatchNorm over all ranks: both must change nothing."""
     argv = ["--task", folder / f"{name}.py", *OPTIONS]
     if name == "tars":
         write_tars(folder)
         argv += ["--tars", folder]
     more = ["--accum-steps", "2"] if "def loss_weights" in PROGRAMS[name] else []
+    more += ["--sync-bn"] if "BatchNorm" in PROGRAMS[name] else []
     single = train("single", 1, *argv, folder=folder / "single", patch=checked)
     assert single.code == 0, single.err
     first, last = (single.checkpoint(f"epoch-000{i}.pt")["model"] for i in (1, 2))
@@ -77,6 +79,36 @@ def distance(state, other):
         for name, value in state.items()
         if value.is_floating_point()
     )
+
+
+def test_teacher_follows_as_in_a_plain_program(folder):
+    argv = ["--task", str(folder / "teacher.py"), *OPTIONS, "--schedule", "constant"]
+    run = train("single", 1, *argv, folder=folder)
+    assert run.code == 0, run.err
+    sys.path.insert(0, str(folder))
+    task, args = runpy.run_path(str(folder / "teacher.py")), make_args("single", *argv)
+    torch.manual_seed(0)
+    net, data = task["build_model"](args).double(), task["build_datasets"](args)[0]
+    trained = [*net.student.parameters(), *net.predictor.parameters()]
+    optimizer, sampler = torch.optim.SGD(trained, 0.1, 0.9), sampler_of(args, data)
+    loader = loader_of(args, data, sampler, CPU)
+    for epoch in (0, 1):
+        sampler.set_position(epoch, 0)
+        for (((first, second), _),) in loader:
+            wanted = [net.teacher(view).detach() for view in (first, second)]
+            loss = 0
+            for view, other in ((first, wanted[1]), (second, wanted[0])):
+                guess = net.predictor(net.student(view))
+                loss += (
+                    guess / guess.norm(dim=1, keepdim=True)
+                    - other / other.norm(dim=1, keepdim=True)
+                ).square().sum() / 7
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            for mean, new in zip(net.teacher.parameters(), net.student.parameters()):
+                mean.data = 0.95 * mean.data + 0.05 * new.data
+    assert deviation(run.checkpoint()["model"], net.state_dict()) < 1e-10
 
 
 def test_auc_counts_a_tie_as_half(folder):

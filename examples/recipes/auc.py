@@ -1,4 +1,8 @@
-"""AUC is no mean over samples: the metrics return lists, and dataset_metrics gets the whole set."""
+"""AUC is no mean over samples: the metrics return lists, and dataset_metrics gets the whole set.
+
+It runs on rank 0 alone. A metric of torchmetrics would wait there for the other ranks: its compute()
+gathers, unless it was built with sync_on_compute=False.
+"""
 
 from vectors import *
 

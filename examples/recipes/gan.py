@@ -1,6 +1,7 @@
 """A GAN: one backward gives the gradients of generator and discriminator.
 
-They are two groups of one optimizer.
+They are two groups of one optimizer. Not with `dp` on GPUs: its replicas have no parameters that
+`requires_grad_` could switch off, so the discriminator would learn to be fooled, without an error.
 """
 
 from vectors import *
