@@ -83,13 +83,13 @@ def set_up_device(
     """
     device_type = resolve_device_type(name)
     torch.use_deterministic_algorithms(deterministic)
+    cudnn.benchmark = not deterministic
+    with contextlib.suppress(RuntimeError):  # a caller may have set it by torch's newer names
+        cudnn.allow_tf32 = not deterministic  # it rounds to 10 bits in convolutions
     if "OMP_NUM_THREADS" not in os.environ:  # N processes with all cores each would fight for them
         torch.set_num_threads(own_cores())
     if device_type == "cpu":
         return torch.device("cpu")
-    cudnn.benchmark = not deterministic
-    with contextlib.suppress(RuntimeError):  # a caller may have set it by torch's newer names
-        cudnn.allow_tf32 = not deterministic  # it rounds to 10 bits in convolutions
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # CUDA refuses without it
     torch.set_float32_matmul_precision("highest" if deterministic else "high")  # high allows TF32
@@ -304,17 +304,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Put the model into training mode, except each BatchNorm in a frozen part of it.
-
-    A part is more than the BatchNorm: if its scale and shift alone are frozen, it still normalises.
-    """
+    """Put the model into training mode, except each BatchNorm in a frozen part of it."""
     model.train()
     for part in model.modules():
         parameters = list(part.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             for norm in batch_norms(part):  # of affine=False too, which has no parameter itself
-                if norm is not part:
-                    norm.eval()  # it keeps its statistics
+                norm.eval()  # it keeps its statistics
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:

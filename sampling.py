@@ -277,8 +277,10 @@ def be_worker(*_: int) -> None:
     as /dev/shm is full, ends too: by itself Python drops the batch, and the rank waits for ever.
     """
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end_on_error)  # no other way
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)  # a program that it starts does not inherit this
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a program that it starts can be ended by it
+    signal.siginterrupt(signal.SIGTERM, False)
     end_with_parent(signal.SIGKILL, multiprocessing.parent_process().pid)
 
 

@@ -124,7 +124,7 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
     for norm in batch_norms(net):
         # The same parameters, settings and hooks, another forward. torch's converter loses hooks.
         norm.__class__ = SyncBatchNorm if device.type == "cpu" else nn.SyncBatchNorm
-        norm.process_group = None  # all ranks
+        vars(norm).setdefault("process_group", None)  # all ranks
     return net
 
 

@@ -83,9 +83,9 @@ def set_up_process() -> None:
     # If stdin is closed, the next open file gets its number, 0: maybe a checkpoint.
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if 0 <= hard < 65536 else 65536  # workers pass batches by open files
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, now), hard))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # kill -USR2 shows where a rank hangs
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it hides the exit codes of ranks
     if os.getpid() == 1:  # the first process of a container, which nothing ends by default

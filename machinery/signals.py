@@ -38,7 +38,8 @@ class StopSignal:
         received = self.received
 
         def remember(number: int, frame: Any, owner: int = os.getpid()) -> None:
-            if os.getpid() != owner:  # a child that the task has forked, as a Pool does
+            # A Pool of the task, a fork of this process, ends its processes so.
+            if os.getpid() != owner and number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             received.append(PRIORITY.index(number) + 1)

@@ -193,7 +193,7 @@ class Task:
         ]
         if beside:
             problem = f"nothing trains or saves the parameters of {', '.join(beside)}"
-            raise UsageError(f"{where}: {problem}; put it into the model, or freeze it")
+            print0(f"warning: {where}: {problem}; put them into the model, or freeze them")
         self._refuse_hooks(net, where)
 
     def _refuse_hooks(self, net: nn.Module, where: str) -> None:

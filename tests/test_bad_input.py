@@ -128,7 +128,7 @@ fsdp 2 | --channels-last | --channels-last: fsdp cannot shard it
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
 single 1 | --task TMP/data-ragged.py | --task TMP/data-ragged.py: __getitem__ or collate, for samples 49, 97, 53, ... of the training set: RuntimeError: stack expects each tensor to be equal size, but got [50] at entry 0 and [98] at entry 1
-ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 197 is
+ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 788 is
 ddp 2 | --task TMP/model-of-all.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for a mean over tokens return sums, undivided, and define loss_weights; a loss that compares samples needs gather_samples
 single 1 | --task TMP/metric-of-all.py --dtype float64 | in half of it: other samples must not change it; use dataset_metrics for the whole set
 ddp 2 | --task TMP/model-looks-back.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model

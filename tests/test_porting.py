@@ -7,7 +7,7 @@ from harness import ROOT, make_sampler
 
 import common
 import machinery.cli
-from machinery.usertask import REQUIRED, OPTIONAL
+from machinery.usertask import OPTIONAL, REQUIRED
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 

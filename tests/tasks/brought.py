@@ -1,7 +1,6 @@
 """The tiny digits with something that users bring, named by `--model`: a hook, a type, a loss, an optimizer."""
 
 import multiprocessing
-import os
 import signal
 import subprocess
 import time
@@ -44,10 +43,6 @@ def build_datasets(args):
     train, val = (Owned(dataset) for dataset in tiny.build_datasets(args))
     if KIND == "long":  # in training alone
         train.labels = [label + 10 for label in train.labels]
-    if KIND == "other targets" and os.environ.get("RANK") == "1":
-        train.targets = [0] * len(train)
-    elif KIND == "other targets":
-        train.targets = [0] * (len(train) - 1) + [1]
     return train, val
 
 
@@ -68,13 +63,9 @@ class Brought(nn.Module):
             self.register_buffer("since", torch.tensor(1_769_000_000.25, dtype=torch.float64))
         if KIND == "re-entrant":
             self.layer = nn.Linear(10, 10)
-        if KIND == "fixed scale":
-            self.norm = nn.BatchNorm1d(10).requires_grad_(False)
 
     def forward(self, images):
         outputs = self.net(images)
-        if KIND == "fixed scale":
-            return self.norm(outputs)
         if KIND in ("draws", "draws and mixes"):
             return outputs + torch.randn_like(outputs)
         if KIND == "re-entrant":
