@@ -6,7 +6,7 @@ torch (`Ranks`). A run that was made before, with the same command and plan, is 
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -26,7 +26,7 @@ from launches import free_port
 from tools.compare import same_run
 from tools.compare.compare import CannotRun, main
 
-OBSERVER = ROOT / "tools" / "compare" / "observer" / "sitecustomize.py"
+OBSERVER = ROOT / "tools" / "compare" / "observer"
 CLIENT = """
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -44,9 +44,9 @@ def be_rank(rank, world, port, folder, script, arguments):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if folder:
-        os.environ.update(COMPARE_DIR=folder, PYTHONPATH=str(OBSERVER.parent))
-        spec = importlib.util.spec_from_file_location("observer", OBSERVER)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        os.environ.update(COMPARE_DIR=folder, PYTHONPATH=str(OBSERVER))
+        sys.path.insert(1, str(OBSERVER))
+        importlib.import_module("compare_observer").install()
     os.chdir(ROOT)
     sys.path.insert(0, str(Path(script).parent))
     sys.argv = [script, *arguments]
@@ -196,12 +196,12 @@ def test_examples_on_one_page_are_the_same_run(command):
 # ---- planted faults ------------------------------------------------------------------------------
 
 FAULTS = [  # fault, options of both, the first cause, words of its reason or its text
-    ("no-sampler", "", "no sampler", "N processes do the work of one"),
-    ("wrong-rank", "", "rank of the sampler", "the same rank"),
+    ("no-sampler", "", "no sampler", "N processes do one's work"),
+    ("wrong-rank", "", "no sampler", "with the same rank"),
     ("set-epoch", "", "set_epoch is missing", "order of the first one"),
     ("other-seed", "", "order of samples", "another seed"),
-    ("no-shuffle", "", "shuffle", "True in A, False in B"),
-    ("none", "--samples 99", "last batch", "fills it"),
+    ("no-shuffle", "", "order of samples", "shuffle True in A, by DistributedSampler, shuffle False"),
+    ("none", "--samples 99", "batch size", "cut or filled"),
     ("seed-per-rank", "", "seed per process", "begin with different weights"),
     ("other-init", "", "first weights", "another seed"),
     ("sum-of-ranks", "", "sum over processes", "2 times A's"),
@@ -213,20 +213,20 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("scaled", "", "factor of the gradient", "0.3 times A's"),
     ("batch-per-rank", "", "batch per process", "32 samples in A, 32 + 32 in B"),
     ("batch-cut-twice", "", "batch per process", "32 samples in A, 8 + 8 in B"),
-    ("scheduler-per-process", "", "scheduler per process", "B's schedule runs 2 times as fast"),
-    ("no-scheduler", "", "schedule", "equal up to here"),
+    ("scheduler-per-process", "", "scheduler per process", "steps 1 times in A, 2 in B"),
+    ("no-scheduler", "", "learning rate", "another schedule"),
     ("rate-times-world", "", "rate times processes", "the number of processes"),
     ("momentum", "", "momentum", "0.9 in A, 0.8 in B"),
     ("decay-groups", "", "weight_decay of a group", "groups of the optimizer"),
     ("adamw", "--optimizer adam", "another optimizer", "A has Adam, B AdamW"),
-    ("loaded-momentum", "", "new weights", "momentum of earlier steps"),
-    ("weights-changed", "", "new weights", "something changes them"),
+    ("loaded-momentum", "", "new weights", "like momentum"),
+    ("weights-changed", "", "new weights", "something else changes them"),
     ("clip-first", "--clip 0.3", "clipping before the reduction", "each by its own norm"),
-    ("clip-limit", "--clip 0.3", "clipping", "A clips by 0.3, B clips by 0.15"),
-    ("no-clip", "--clip 0.3", "clipping", "B does not clip"),
+    ("clip-limit", "--clip 0.3", "clipping", "A clips by 0.3, B by 0.15"),
+    ("no-clip", "--clip 0.3", "clipping", "B by nothing"),
     ("past-the-wrapper", "", "past the wrapper", "call the wrapper"),
-    ("no-ddp", "", "not in DDP", "nothing else averages"),
-    ("no-group", "", "no process group", "a network of its own"),
+    ("no-ddp", "", "not averaged", "no DDP?"),
+    ("no-group", "", "not averaged", "no DDP?"),
     ("no-sync-last", "--accum 2", "no_sync in the last micro-batch", "has to average"),
     ("copied", "", "optimizer of another network", "copied"),
     ("rebuilt-head", "", "optimizer of another network", "2 of 6 tensors"),
@@ -234,20 +234,19 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("frozen", "", "frozen parameters", "requires_grad"),
     ("detached", "", "gradient", "a part is detached"),
     ("unequal-ends", "", "mean of means", "each piece counts alike"),
-    ("token-mean-of-means", "--tokens", "mean of means of tokens", "what its loss counts"),
-    ("smoothing", "", "another loss", "the loss is not"),
-    ("shifted-targets", "", "targets", "shifted"),
-    ("no-zero-grad", "", "zero_grad is missing", "of the step before"),
-    ("zero-grad-between", "--accum 2", "pieces left out", "between the micro-batches"),
+    ("token-mean-of-means", "--tokens", "mean of means", "samples or tokens"),
+    ("smoothing", "", "gradient", "another loss"),
+    ("shifted-targets", "", "gradient", "mean loss"),
+    ("zero-grad-between", "--accum 2", "weights of the pieces", "B by 0 0.5 0 0.5"),
     ("none", "--norm batch", "BatchNorm", "in one micro-batch"),
     ("none", "--dropout 0.2", "dropout", "masks of each process"),
-    ("stays-in-eval", "", "eval mode", "B trains in eval mode"),
+    ("stays-in-eval", "", "mode or precision", "B in float32 in eval mode"),
     ("none", "--augment", "augmentation", "random transforms"),
     ("no-broadcast", "--norm batch", "buffers not broadcast", "statistics of its own samples"),
     ("padded-evaluation", "", "padded evaluation", "27 samples in A, 28 in B (14 + 14): 1 too many"),
     ("unused-branch", "", "outputs", "is another one"),
     ("noise", "", "outputs", "draws numbers"),
-    ("autocast", "", "precision", "A computes in float32, B in bfloat16"),
+    ("autocast", "", "mode or precision", "A computes in float32, B in bfloat16"),
     ("nan", "", "NaN", "nothing can be compared"),
 ]  # fmt: skip
 QUICK = ["sum-of-ranks", "past-the-wrapper", "set-epoch"]

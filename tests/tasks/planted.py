@@ -161,8 +161,7 @@ def unequal(x, y):
 
 
 def train_step(micro_batches):
-    if fault != "no-zero-grad":
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     for i, (x, y) in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
         if fault == "unequal-ends":

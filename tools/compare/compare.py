@@ -2,9 +2,9 @@
 
 bash run.sh compare "python train.py --bs 64" "torchrun --standalone --nproc-per-node 2 ddp.py --bs 32"
 
-Both run for some steps, unchanged, under observer/sitecustomize.py. What makes them differ is made
-even in both (even.py), one cause after the other, and they run again: so causes behind causes are
-found. A third run is A with another last bit in its first weights: B may be 30 times as far from A.
+Both run for some steps, unchanged, under observer/compare_observer.py. What makes them differ is made
+even in both, one cause after the other, and they run again: so causes behind causes are found.
+A third run is A with another last bit in its first weights: B may be 30 times as far from A.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,10 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from tools.compare import causes
-from tools.compare.records import Limits, Run, gaps, read
+from tools.compare.records import Limits, Run, furthest, pair, read
 
 OBSERVER = Path(__file__).resolve().parent / "observer"
-NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # of --even, see even.py
+NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # see compare_even.py
 ROUNDS = 8  # of runs with more and more made even
 
 
@@ -38,11 +39,11 @@ class CannotRun(Exception):
 @dataclass
 class Result:
     same: bool
-    causes: list = field(default_factory=list)
-    notes: list = field(default_factory=list)
+    causes: list
+    notes: list
+    deviations: list  # of the weights, by step
+    noise: list  # deviations of A with another last bit
     lines: list = field(default_factory=list)
-    deviations: list = field(default_factory=list)  # of the weights, by step
-    noise: list = field(default_factory=list)
 
 
 def compare(
@@ -56,27 +57,29 @@ def compare(
     say: Callable[[str], None] = print,
 ) -> Result:
     """Run both commands until nothing else differs, or nothing more can be seen; return a Result."""
-    even = dict.fromkeys(even_names, True) | ({"float64": True} if float64 else {})
+    even = dict.fromkeys([*even_names, *["float64"] * float64], True)
     found, notes, first = {}, {}, []
     with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
         runs = Runs(Path(folder), {"A": command_a, "B": command_b}, steps, timeout, say)
         for _ in range(ROUNDS):
-            a, b = runs.get("A", even), runs.get("B", even)
-            again = runs.get("A", even, shake=True)
+            a, b, again = runs.get("A", even), runs.get("B", even), runs.get("A", even, shake=True)
             first = first or [describe(a, command_a), describe(b, command_b)]
             limits = Limits(a, again)
             a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
             new = causes.diagnose(a, b, again, limits, even)
             notes |= {c.name: c for c in new if c.note}
-            new = [c for c in new if not c.note and c.name not in notes]
+            new = [c for c in new if c.name not in notes]
             for cause in new:
                 found.setdefault(cause.name, cause)
             remedies = {k: v for c in new for k, v in c.even.items() if k not in even}
             if not remedies:
                 break
             even |= remedies
-    hidden = [b.made if c.step is None else c.step for c in new]  # steps before which all was seen
-    return report(a, b, even, list(found.values()), list(notes.values()), hidden, limits, first)
+    result = Result(
+        not found, list(found.values()), list(notes.values()), *deviations(a, b, limits)
+    )
+    result.lines = report(result, a, b, even, new) + first
+    return result
 
 
 @dataclass
@@ -95,28 +98,27 @@ class Runs:
         """Return what a command did with these things made even."""
         own = ("weights", "settings", "gradient")  # which are A's, so that A has them
         plan = {k: v for k, v in even.items() if letter == "B" or k not in own}
-        name = json.dumps([letter, shake, plan])
-        if name in self.made:
-            return self.made[name]
-        folder = self.folder / str(len(self.made))
-        if letter == "A" and not shake:
-            self.weights = str(folder)
-        elif "weights" in even:
-            plan["weights"] = self.weights
-        words = f", with {', '.join(even)} made even" if even else ""
-        self.say(f"{letter}{' again, with another last bit' * shake}{words}")
-        plan = {"steps": self.steps, "shake": shake, "even": plan}
-        self.made[name] = launch(letter, self.commands[letter], folder, plan, self.timeout)
-        return self.made[name]
+        key = json.dumps([letter, shake, plan], default=float)
+        if key not in self.made:
+            folder = self.folder / str(len(self.made))
+            folder.mkdir()
+            if letter == "A" and not shake:
+                self.weights = str(folder)
+            elif "weights" in even:
+                plan["weights"] = self.weights
+            plan = {"steps": self.steps, "shake": shake, "even": plan}
+            (folder / "plan.json").write_text(json.dumps(plan, default=float))
+            words = f", with {', '.join(even)} made even" if even else ""
+            self.say(f"{letter}{' again, with another last bit' * shake}{words}")
+            self.made[key] = launch(letter, self.commands[letter], folder, self.timeout)
+        return self.made[key]
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
-def launch(letter, command, folder, plan, timeout):
+def launch(letter: str, command: str, folder: Path, timeout: float) -> Run:
     """Run a command under the observer; return what its processes saw."""
-    folder.mkdir()
-    (folder / "plan.json").write_text(json.dumps(plan))
     code = start(command, folder, timeout)
     ended = not any(folder.glob("*.done"))
     run = read(letter, folder, ended)
@@ -125,31 +127,30 @@ def launch(letter, command, folder, plan, timeout):
     why = f"{letter} ended with exit code {code}, after {run.made} steps"
     if code is None:
         why = f"{letter} did not end within {timeout:g} seconds, after {run.made} steps"
-    elif code == 0 and not run.made:
+    elif run.nan == 0:
+        why = f"{letter}: the gradients of the first step are NaN or infinite"
+    elif code == 0:
         why = f"{letter} made no step of a torch.optim optimizer that can be seen"
         if not any(folder.glob("*.pkl")):
             why += ". Does it start Python with -I or -E, or without PYTHONPATH?"
-    elif run.nan == 0:
-        why = f"{letter}: the gradients of the first step are NaN or infinite"
-    with (folder / "log").open("rb") as log:  # which may be large
-        log.seek(max(0, log.seek(0, os.SEEK_END) - 20_000))
-        text = log.read().decode(errors="replace").strip()
-    lines = text.splitlines()
+    with (folder / "log").open(errors="replace") as log:
+        lines = list(deque(log, maxlen=200))
     own = next((i for i, line in enumerate(lines) if "elastic/multiprocessing" in line), len(lines))
     lines = lines[:own][-8:]  # what torchrun adds says nothing of the error
     words = "Its last lines:" if lines else "It printed nothing."
-    raise CannotRun("\n".join([f"{why}. {words}", *(f"  {line[:200]}" for line in lines)]))
+    raise CannotRun("\n".join([f"{why}. {words}", *(f"  {line[:200].rstrip()}" for line in lines)]))
 
 
-def start(command, folder, timeout):
+def start(command: str, folder: Path, timeout: float) -> int | None:
     """Run a command; return its exit code, or None if it took too long. Nothing is left of it."""
     paths = [str(OBSERVER), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = dict(os.environ, COMPARE_DIR=str(folder), PYTHONPATH=os.pathsep.join(paths))
     environment["TORCHDYNAMO_DISABLE"] = "1"  # a compiled network cannot be watched
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # by which torch loads the observer
     with (folder / "log").open("wb") as log:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         try:
             words = shlex.split(command.replace("{dir}", str(folder)))
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             process = subprocess.Popen(words, env=environment, start_new_session=True, **streams)
         except (OSError, IndexError, ValueError) as error:
             raise CannotRun(f"{command!r} does not start: {error}") from None
@@ -162,7 +163,7 @@ def start(command, folder, timeout):
         process.wait()
 
 
-def end_all(folder):
+def end_all(folder: Path) -> None:
     """Kill what a command has left: the processes whose environment names its folder."""
     mark = f"COMPARE_DIR={folder}\0".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -174,65 +175,76 @@ def end_all(folder):
 # ---- the report ----------------------------------------------------------------------------------
 
 
+def count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
 def describe(run: Run, command: str) -> str:
-    per, network = " + ".join(str(len(rank)) for rank in run.samples(0)), run.network
-    text = f"{network['name']} of {network['numbers']:,} parameters, {run.first(0)['optimizer']}"
-    plural = "es" * (run.world > 1)
-    return f"{run.letter}  {command[:120]}\n   {run.world} process{plural}, {per} samples, {text}"
+    network = f"{run.network['name']} of {run.network['numbers']:,} parameters"
+    text = f"{run.per_rank(0)} samples, {network}, {run.first(0)['optimizer']}"
+    return f"{run.letter}  {command[:120]}\n   processes: {run.world}, {text}"
 
 
-def report(a, b, even, found, notes, hidden, limits, first) -> Result:
-    """Return the Result with its lines; hidden: steps at which the last runs still differ."""
-    verdict = "THE SAME TRAINING RUN"
+def deviations(a: Run, b: Run, limits: Limits) -> tuple[list, list]:
+    """Return how far B's weights are from A's at each step, and A's from A with another last bit."""
+    steps = range(min(a.steps, b.steps))
+    far = [furthest(*pair("weights", a, b, k)) for k in steps]
+    return far, [max(limits.noise[k, "weights"].values(), default=0.0) for k in steps]
+
+
+def report(result: Result, a: Run, b: Run, even: dict, last: list[causes.Cause]) -> list[str]:
+    """Return the lines for a person. last: by what the last runs still differ."""
+    found, steps, names = result.causes, len(result.deviations), ", ".join(even)
+    lines = ["THE SAME TRAINING RUN"]
     if found:
-        verdict = f"NOT {verdict}: {len(found)} cause{'s' * (len(found) > 1)}"
-    lines, steps, names = [verdict], min(a.steps, b.steps), ", ".join(even)
+        lines = [f"NOT THE SAME TRAINING RUN: {count(len(found), 'cause')}"]
     for i, c in enumerate(found[:6], 1):
         where = "" if c.step is None else f", at step {c.step + 1}"
         lines += [f"{i}. {c.name}{where}: {c.text}", f"   why: {c.why}"]
-    lines += [f"   and {len(found) - 6} more"] if len(found) > 6 else []
-    lines += [f"note: {c.text} ({c.why})" for c in notes[:3]]
-    both = [(a.whole(k, "weights"), b.whole(k, "weights")) for k in range(steps)]
-    far = [max(gaps(x, y).values(), default=0.0) for x, y in both]
-    noise = [max(limits.noise[k, "weights"].values(), default=0.0) for k in range(steps)]
-    if hidden:
+    lines += [f"   and {len(found) - 6} more"] * (len(found) > 6)
+    lines += [f"note: {c.text} ({c.why})" for c in result.notes[:3]]
+    if last:
         blocking = [i for i, c in enumerate(found, 1) if c.hides or not c.even] or [len(found)]
         lines.append(f"What lies behind cause {blocking[0]} cannot be seen before it is mended.")
         lines += [f"Made even: {names}."] if even else []
-    before = min([steps, *hidden])
+    before = min([steps, *(b.made if c.step is None else c.step for c in last)])
     if before:
         apart = "Nothing" + " else" * bool(found)
         apart = f"With {names} made even nothing else" if even else apart
-        agree = f"the weights agree to {far[before - 1]:.0e}, roundings alone make {noise[before - 1]:.0e}"
-        where = f"{before} step{'s' * (before > 1)}" + " before" * bool(hidden)
-        lines.append(f"{apart} differs in {where}; {agree}.")
-    unseen = [] if any(a.evaluated()) and any(b.evaluated()) else ["an evaluation"]
-    unseen += [] if steps and a.first(steps - 1)["second_epoch"] else ["a second epoch"]
-    compiled = any("compile" in run.first(run.made - 1)["wrappers"] for run in (a, b))
-    unseen += ["what compiled code does"] if compiled else []
-    lines += [f"Not seen in {steps} steps: {', '.join(unseen)}."] if unseen else []
-    return Result(not found, found, notes, lines + first, far, noise)
+        far, noise = result.deviations[before - 1], result.noise[before - 1]
+        agree = f"the weights agree to {far:.0e}, roundings alone make {noise:.0e}"
+        lines.append(
+            f"{apart} differs in {count(before, 'step')}{' before' * bool(last)}; {agree}."
+        )
+    unseen = {"an evaluation": not any(a.evaluated) or not any(b.evaluated)}
+    unseen["a second epoch"] = not steps or not a.first(steps - 1)["second_epoch"]
+    unseen["what compiled code does"] = any(
+        "compile" in r.first(r.made - 1)["events"] for r in (a, b)
+    )
+    words = [what for what, missing in unseen.items() if missing]
+    return lines + [f"Not seen in {count(steps, 'step')}: {', '.join(words)}."] * bool(words)
 
 
-def draw(result, path):
+def draw(result: Result, path: str) -> None:
     """Save how far the weights of B are from those of A, step by step, as SVG."""
     values = [d for d in (*result.deviations, *result.noise) if 0 < d < np.inf] or [1e-16]
     low, high = np.floor(np.log10(min(values))), np.floor(np.log10(max(values))) + 1
-    shapes = []
-    for e in range(int(low), int(high) + 1):
-        shapes.append(f'<text x="5" y="{24 + 250 * (high - e) / (high - low):.0f}">1e{e}</text>')
+    steps = len(result.deviations)
+    body = f'<text x="5" y="24">1e{high:.0f}</text><text x="5" y="274">1e{low:.0f}</text>'
+    body += f'<text x="60" y="300">steps 1 to {steps}; blue: B from A, grey: roundings alone</text>'
     for line, colour in ((result.noise, "#999"), (result.deviations, "#06c")):
-        points = [(k, np.log10(d)) for k, d in enumerate(line) if 0 < d < np.inf]
-        width = 520 / max(1, len(line) - 1)
-        at = [f"{60 + width * k:.0f},{20 + 250 * (high - e) / (high - low):.0f}" for k, e in points]
-        shapes.append(f'<polyline points="{" ".join(at)}" fill="none" stroke="{colour}"/>')
-    words = f"steps 1 to {len(result.deviations)}; blue: B from A, grey: roundings alone"
+        points = [
+            f"{60 + 520 * k / steps:.0f},{20 + 250 * (high - np.log10(d)) / (high - low):.0f}"
+            for k, d in enumerate(line)
+            if 0 < d < np.inf
+        ]
+        body += f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"/>'
     size = 'width="600" height="310" font-family="sans-serif" font-size="12"'
-    body = "".join(shapes) + f'<text x="60" y="300">{words}</text>'
     Path(path).write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{body}</svg>\n')
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
+    """Compare the commands of a command line; return the exit code."""
     about = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser("run.sh compare", **about)
     option = parser.add_argument
@@ -250,7 +262,7 @@ def main(argv=None):
         parser.error(f"--even {wrong[0]}: use {', '.join(NAMES)}")
     start = time.monotonic()
 
-    def say(text):
+    def say(text: str) -> None:
         print(f"{time.monotonic() - start:4.0f} s  {text}", file=sys.stderr, flush=True)
 
     options = {"steps": args.steps, "float64": args.float64, "timeout": args.timeout}
