@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tools.compare.records import Limits, Run, furthest, norm, rename, shares
+from tools.compare.records import Limits, Run, furthest, rename, shares
 
 
 @dataclass
@@ -104,9 +104,6 @@ def alone(run: Run, limits: Limits) -> Iterator[Cause]:
     if run.nan is not None:
         why = "nothing can be compared from here on"
         yield cause("NaN", "gradients are NaN or infinite", why, run.nan)
-    elif not any(norm(run.whole(k, "gradients")) for k in range(run.steps)):
-        text = f"every gradient is 0 in {run.steps} steps"
-        yield cause("zero gradients", text, "it trains nothing", note=True)
     one, two = run.order(0), run.order(1)
     if two and one != sorted(one) and one[: len(two)] == two[: len(one)]:
         text = "the second epoch has the order of the first one"
@@ -280,7 +277,7 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
     [factor], left = shares(y, [x])
     if not over or (left < allowed and abs(factor - 1) < 1e-3):
         return  # roundings, which may be larger than those of A by chance
-    counts, losses, pieces = zip(*(many.pieces(k) or [(0, np.nan, {})]))
+    losses, pieces = zip(*(many.pieces(k) or [(np.nan, {})]))
     (mine, rest), (theirs, their_rest) = shares(x, pieces), shares(y, pieces)
     if left < allowed:
         joined = theirs.mean() * many.world if their_rest < 1e-3 else np.nan
@@ -292,13 +289,13 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
             even = {}  # what clipping leaves has another factor
         yield Cause(name, k, text, why, even)
         return
-    few_loss = np.mean([loss for _, loss, _ in few.pieces(k)] or [np.nan])
+    few_loss = np.mean([loss for loss, _ in few.pieces(k)] or [np.nan])
     text = f"they differ by {over[0]:.1g} ({over[1]}), and are no multiple; "
     text += f"mean loss {few_loss:.6g} in {few.letter}, {np.mean(losses):.6g} in {many.letter}"
     if len(pieces) > 1 and max(rest, their_rest) < max(allowed, 1e-4):
         name = "weights of the pieces"
-        why = f"{few.letter} weighs {many.letter}'s pieces of {numbers(counts)} samples by "
-        why += f"{numbers(mine)}, {many.letter} by {numbers(theirs)}: "
+        why = f"{few.letter} weighs {many.letter}'s pieces by {numbers(mine)}, "
+        why += f"{many.letter} by {numbers(theirs)}: "
         alike = [np.ptp(factors) < 0.01 * max(abs(factors)) for factors in (mine, theirs)]
         if any(alike) and min(*abs(mine), *abs(theirs)) > 1e-3:
             name = "mean of means"

@@ -58,67 +58,56 @@ def compare(
 ) -> Result:
     """Run both commands until nothing else differs, or nothing more can be seen; return a Result."""
     even = dict.fromkeys([*even_names, *["float64"] * float64], True)
-    found, notes, first = {}, {}, []
+    found, notes = {}, {}
+    made, weights = {}, {}  # runs by letter, shake and plan; and the directory that has A's weights
+
+    def run(letter: str, shake: bool = False) -> Run:
+        """Return what a command did with these things made even; A runs again for a new plan."""
+        own = ("weights", "settings", "gradient")  # which are A's, so that A has them
+        plan = {k: v for k, v in even.items() if letter == "B" or k not in own}
+        key = json.dumps([letter, shake, plan], default=float)
+        if key not in made:
+            words = f", with {', '.join(even)} made even" if even else ""
+            say(f"{letter}{' again, with another last bit' * shake}{words}")
+            path = Path(folder) / str(len(made))
+            if letter == "A" and not shake:
+                weights["weights"] = str(path)
+            elif "weights" in even:
+                plan |= weights
+            plan = {"steps": steps, "shake": shake, "even": plan}
+            made[key] = launch(
+                letter, {"A": command_a, "B": command_b}[letter], path, plan, timeout
+            )
+        return made[key]
+
     with tempfile.TemporaryDirectory(prefix="compare-", ignore_cleanup_errors=True) as folder:
-        runs = Runs(Path(folder), {"A": command_a, "B": command_b}, steps, timeout, say)
         for _ in range(ROUNDS):
-            a, b, again = runs.get("A", even), runs.get("B", even), runs.get("A", even, shake=True)
-            first = first or [describe(a, command_a), describe(b, command_b)]
+            a, b, again = run("A"), run("B"), run("A", shake=True)
             limits = Limits(a, again)
             a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
             new = causes.diagnose(a, b, again, limits, even)
             notes |= {c.name: c for c in new if c.note}
             new = [c for c in new if c.name not in notes]
-            for cause in new:
-                found.setdefault(cause.name, cause)
+            found |= {c.name: c for c in new if c.name not in found}
             remedies = {k: v for c in new for k, v in c.even.items() if k not in even}
             if not remedies:
                 break
             even |= remedies
-    result = Result(
-        not found, list(found.values()), list(notes.values()), *deviations(a, b, limits)
-    )
-    result.lines = report(result, a, b, even, new) + first
+    seen = range(min(a.steps, b.steps))
+    far = [furthest(*pair("weights", a, b, k)) for k in seen]
+    noise = [max(limits.noise[k, "weights"].values(), default=0.0) for k in seen]
+    result = Result(not found, list(found.values()), list(notes.values()), far, noise)
+    result.lines = report(result, a, b, even, new)
     return result
-
-
-@dataclass
-class Runs:
-    """Starts the commands, each in a directory of its own; A only if its plan has changed."""
-
-    folder: Path
-    commands: dict[str, str]
-    steps: int
-    timeout: float
-    say: Callable[[str], None]
-    made: dict = field(default_factory=dict)  # {(letter, shake, plan): run}
-    weights: str = ""  # the directory that has A's
-
-    def get(self, letter: str, even: dict, shake: bool = False) -> Run:
-        """Return what a command did with these things made even."""
-        own = ("weights", "settings", "gradient")  # which are A's, so that A has them
-        plan = {k: v for k, v in even.items() if letter == "B" or k not in own}
-        key = json.dumps([letter, shake, plan], default=float)
-        if key not in self.made:
-            folder = self.folder / str(len(self.made))
-            folder.mkdir()
-            if letter == "A" and not shake:
-                self.weights = str(folder)
-            elif "weights" in even:
-                plan["weights"] = self.weights
-            plan = {"steps": self.steps, "shake": shake, "even": plan}
-            (folder / "plan.json").write_text(json.dumps(plan, default=float))
-            words = f", with {', '.join(even)} made even" if even else ""
-            self.say(f"{letter}{' again, with another last bit' * shake}{words}")
-            self.made[key] = launch(letter, self.commands[letter], folder, self.timeout)
-        return self.made[key]
 
 
 # ---- running -------------------------------------------------------------------------------------
 
 
-def launch(letter: str, command: str, folder: Path, timeout: float) -> Run:
+def launch(letter: str, command: str, folder: Path, plan: dict, timeout: float) -> Run:
     """Run a command under the observer; return what its processes saw."""
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(plan, default=float))
     code = start(command, folder, timeout)
     ended = not any(folder.glob("*.done"))
     run = read(letter, folder, ended)
@@ -179,19 +168,6 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
-def describe(run: Run, command: str) -> str:
-    network = f"{run.network['name']} of {run.network['numbers']:,} parameters"
-    text = f"{run.per_rank(0)} samples, {network}, {run.first(0)['optimizer']}"
-    return f"{run.letter}  {command[:120]}\n   processes: {run.world}, {text}"
-
-
-def deviations(a: Run, b: Run, limits: Limits) -> tuple[list, list]:
-    """Return how far B's weights are from A's at each step, and A's from A with another last bit."""
-    steps = range(min(a.steps, b.steps))
-    far = [furthest(*pair("weights", a, b, k)) for k in steps]
-    return far, [max(limits.noise[k, "weights"].values(), default=0.0) for k in steps]
-
-
 def report(result: Result, a: Run, b: Run, even: dict, last: list[causes.Cause]) -> list[str]:
     """Return the lines for a person. last: by what the last runs still differ."""
     found, steps, names = result.causes, len(result.deviations), ", ".join(even)
@@ -218,11 +194,14 @@ def report(result: Result, a: Run, b: Run, even: dict, last: list[causes.Cause])
         )
     unseen = {"an evaluation": not any(a.evaluated) or not any(b.evaluated)}
     unseen["a second epoch"] = not steps or not a.first(steps - 1)["second_epoch"]
-    unseen["what compiled code does"] = any(
-        "compile" in r.first(r.made - 1)["events"] for r in (a, b)
-    )
-    words = [what for what, missing in unseen.items() if missing]
-    return lines + [f"Not seen in {count(steps, 'step')}: {', '.join(words)}."] * bool(words)
+    unseen["what compiled code does"] = any("compile" in r.first(-1)["events"] for r in (a, b))
+    words = ", ".join(what for what, missing in unseen.items() if missing)
+    lines += [f"Not seen in {count(steps, 'step')}: {words}."] if words else []
+    for run in (a, b):
+        network = f"{run.network['name']} of {run.network['numbers']:,} parameters"
+        text = f"{run.per_rank(0)} samples, {network}, {run.first(0)['optimizer']}"
+        lines.append(f"{run.letter}: processes {run.world}, {text}")
+    return lines
 
 
 def draw(result: Result, path: str) -> None:

@@ -87,8 +87,8 @@ class Run:
             found.update({(s.look, size): row for s, row in zip(call["samples"], rows)})
         return found
 
-    def pieces(self, k: int) -> list[tuple[int, float, Tensors]]:
-        """Return (number of samples, loss, local gradient) of each backward on each rank."""
+    def pieces(self, k: int) -> list[tuple[float, Tensors]]:
+        """Return loss and local gradient of each backward on each rank."""
         return [piece for rank in self.ranks for piece in rank[k]["pieces"]]
 
     def loader(self) -> dict:
@@ -146,7 +146,7 @@ def unpack(step: dict) -> dict:
     step["clipped"] = step["gradients"]
     left = np.prod([min(1, limit / (size + 1e-6)) for size, limit in step["clips"]])
     step["gradients"] = {name: values / left for name, values in step["gradients"].items()}
-    step["pieces"] = [(count, loss, tensors(packed)) for count, loss, packed in step["pieces"]]
+    step["pieces"] = [(loss, tensors(packed)) for loss, packed in step["pieces"]]
     for call in step["calls"]:
         call["samples"] = named(call["samples"])
     return step
@@ -176,7 +176,7 @@ def rename(a: Run, b: Run) -> None:
 
     for step in (step for rank in b.ranks for step in rank):
         step |= {what: renamed(step[what]) for what in ("weights", "gradients", "group_of")}
-        step["pieces"] = [(count, loss, renamed(local)) for count, loss, local in step["pieces"]]
+        step["pieces"] = [(loss, renamed(local)) for loss, local in step["pieces"]]
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------

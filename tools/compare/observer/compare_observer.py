@@ -27,10 +27,8 @@ FOLDER = os.environ["COMPARE_DIR"]
 SMALL, WIDTH = 1024, 256  # of a tensor with more than SMALL numbers, WIDTH signed sums are kept
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"}
 WRAPPERS |= {"_FabricModule", "LightningModule"}  # modules that call the network
-PREFIXES = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped"}
 MOST_STEPS, MOST_SECONDS = 60, 60  # if --steps is not given
-NOT_SETTINGS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-NOT_SETTINGS |= {"initial_lr"}  # which only the scheduler uses
+NOT_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused"}
 
 
 class Watcher:
@@ -42,8 +40,8 @@ class Watcher:
         self.count, self.file, self.world = 0, None, 1
         self.start, self.second_epoch = time.monotonic(), None
         self.modules = {}  # id: (module, its parameters), of those called from outside
-        self.names, self.parameters = {}, {}  # id: name, and name: parameter
         self.networks = []  # ids of those that were trained
+        self.names, self.parameters = {}, {}  # id: name, and name: parameter, of these
         self.watched = set()  # names of buffers, but for masks with infinities
         self.held = set()  # ids of the parameters that an optimizer holds
         self.events = Counter()  # wrappers that were called, schedulers' steps, and others
@@ -56,7 +54,6 @@ class Watcher:
 
     def new_step(self):
         self.calls, self.pieces, self.clips = [], [], []
-        self.told = 0  # calls before the last backward
         self.buffers = pack({})
         self.computed = deque(maxlen=8)  # outputs, which may go into another network
 
@@ -77,8 +74,7 @@ class Watcher:
         if trained and id(module) not in self.networks:
             self.first_call(module)
         if trained and self.watched and not self.calls:
-            named = module.named_buffers()
-            self.buffers = pack({plain(n): b for n, b in named if plain(n) in self.watched})
+            self.buffers = pack({n: b for n, b in module.named_buffers() if n in self.watched})
         known = trained or (not module.training and id(parameters[0]) in self.names)
         samples = self.samples_of(args, kwargs, trained and module.training) if known else None
         self.busy = True
@@ -99,45 +95,41 @@ class Watcher:
         return output
 
     def meet(self, module):
-        """Return a module's parameters, none of a wrapper; learn their names in training."""
-        if id(module) in self.modules:
-            return self.modules[id(module)][1]
-        parameters = list(module.parameters())
-        if get_worker_info() or any(map(torch.nn.parameter.is_lazy, parameters)):
-            return []
-        wrapper = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
-        self.events.update(wrapper)
-        if torch.is_grad_enabled():
-            self.modules[id(module)] = module, [] if wrapper else parameters
-            for name, parameter in module.named_parameters():
-                self.learn(plain(name), parameter)
-        return [] if wrapper else parameters
-
-    def learn(self, name, parameter):
-        if id(parameter) in self.names:
-            return
-        while name in self.parameters:  # of another network
-            name = f"other.{name}"
-        self.names[id(parameter)], self.parameters[name] = name, parameter
-        if parameter.requires_grad and not hasattr(parameter, "placements"):
-            keep = functools.partial(self.keep_local, name)
-            self.hooks.append(parameter.register_hook(keep))
+        """Return the parameters of a network; none of a wrapper, which calls the network."""
+        if id(module) not in self.modules:
+            wrapper = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
+            self.events.update(wrapper)
+            parameters = [] if wrapper or get_worker_info() else list(module.parameters())
+            if any(map(torch.nn.parameter.is_lazy, parameters)):
+                return []
+            self.modules[id(module)] = module, parameters
+        return self.modules[id(module)][1]
 
     def first_call(self, module):
-        """Make a network even before its first forward, and describe it."""
+        """Make a network even before its first training forward, name its parameters, describe it."""
         self.networks.append(id(module))
         with torch.no_grad():
             number = len(self.networks)
             compare_even.network(module, number, self.even, FOLDER, group()[0], place)
             if self.shake:
                 compare_even.shake(module, place)
+        for name, parameter in module.named_parameters():
+            if id(parameter) in self.names:
+                continue
+            while name in self.parameters:  # of another network
+                name = f"other.{name}"
+            self.names[id(parameter)], self.parameters[name] = name, parameter
+            if parameter.requires_grad and not hasattr(parameter, "placements"):
+                keep = functools.partial(self.keep_local, name)
+                self.hooks.append(parameter.register_hook(keep))
         floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
-        self.watched.update(plain(n) for n, b in floats.items() if b.isfinite().all())
+        self.watched.update(n for n, b in floats.items() if b.isfinite().all())
         layers = list(module.modules())
         facts = {"norms": sum("BatchNorm" in type(m).__name__ and m.training for m in layers)}
         facts |= {"noises": sum(bool(compare_even.drops(m)) for m in layers)}
-        facts |= {"numbers": sum(p.numel() for p in module.parameters())}
-        facts |= {"dtypes": sorted({str(p.dtype)[6:] for p in module.parameters()})}
+        parameters = list(module.parameters())
+        facts |= {"numbers": sum(p.numel() for p in parameters)}
+        facts |= {"dtypes": sorted({str(p.dtype)[6:] for p in parameters})}
         self.write("network", name=type(module).__name__, **facts)
 
     def samples_of(self, args, kwargs, training):
@@ -213,10 +205,8 @@ class Watcher:
         try:
             return function(tensors, *args, **kwargs)
         finally:
-            first = self.calls[self.told : self.told + 1]
-            count = sum(len(c["samples"][0]) for c in first)
-            self.pieces.append((count, loss, pack(self.local)))
-            self.busy, self.told = False, len(self.calls)
+            self.pieces.append((loss, pack(self.local)))
+            self.busy = False
 
     def keep_local(self, name, gradient):
         if self.busy:
@@ -353,7 +343,8 @@ def numbers(tensor):
     offset, part, total = place(tensor)
     rows = -(-total // WIDTH)
     part = part.reshape(-1)
-    part = torch.nn.functional.pad(part, (offset, rows * WIDTH - offset - part.numel()))
+    length = total if total <= SMALL else rows * WIDTH
+    part = torch.nn.functional.pad(part, (offset, length - offset - part.numel()))
     return part if total <= SMALL else signs(rows, part.device) @ part.double().view(-1, WIDTH)
 
 
@@ -415,10 +406,6 @@ def signatures(rows):
     rows = rows.reshape(len(rows), -1)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return rows.shape[1], torch.stack([rows.sum(1, dtype=torch.float64), norms], 1).cpu().numpy()
-
-
-def plain(name):
-    return ".".join(part for part in name.split(".") if part not in PREFIXES)
 
 
 def group():
