@@ -83,7 +83,8 @@ class Run:
         """Return sum and norm of each sample's output, by its hash and how many numbers it has."""
         found = {}
         for call in (c for rank in self.calls(k) for c in rank if c["outputs"] is not None):
-            size, rows = call["outputs"]
+            size, numbers = call["outputs"]
+            rows = np.frombuffer(numbers).reshape(-1, 2)
             found.update({(s.look, size): row for s, row in zip(call["samples"], rows)})
         return found
 
@@ -153,10 +154,9 @@ def unpack(step: dict) -> dict:
 
 
 def tensors(packed: tuple) -> Tensors:
-    names, sizes, numbers = packed
-    if not names:
-        return {}
-    return dict(zip(names, np.split(numbers.astype(np.float64), np.cumsum(sizes)[:-1])))
+    names, sizes, dtype, numbers = packed
+    values = np.frombuffer(numbers, dtype).astype(np.float64)
+    return dict(zip(names, np.split(values, np.cumsum(sizes)[:-1])))
 
 
 def named(columns: tuple) -> list[Sample]:

@@ -238,13 +238,14 @@ class Watcher:
         if "gradient" in self.even:
             for parameter in [p for _, p in pairs if p.grad is not None]:
                 parameter.grad.div_(self.even["gradient"])
-        self.optimizer, self.settings = optimizer, settings(optimizer)
+        groups = self.settings = settings(optimizer)
         if self.count < len(self.even.get("settings", [])):
             give_settings(optimizer, self.even["settings"][self.count])
-        rank, self.world = group()
+            groups = settings(optimizer)
+        self.optimizer, (rank, self.world) = optimizer, group()
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
         self.record = {"rank": rank, "events": dict(self.events)}
-        self.record |= {"optimizer": type(optimizer).__name__, "groups": settings(optimizer)}
+        self.record |= {"optimizer": type(optimizer).__name__, "groups": groups}
         self.record |= {"group_of": group_of, "strange": len(pairs) - len(group_of)}
         self.record |= {"forgotten": [n for n, p in free.items() if p.requires_grad]}
         self.record |= {"sharded": any(hasattr(p, "placements") for p in mine.values())}
@@ -322,16 +323,16 @@ def give_settings(optimizer, groups):
 
 
 def pack(named):
-    """Return names, sizes and numbers of tensors, by one copy to the CPU for all of them."""
+    """Return names, sizes, dtype and numbers of tensors, by one copy to the CPU for all of them."""
     if not named:
-        return [], [], None
-    with torch.no_grad():
-        parts = [numbers(t) for t in named.values()]
-        if len({p.device for p in parts}) > 1:
-            parts = [p.cpu() for p in parts]
-        whole = torch.cat([p.reshape(-1) for p in parts]).cpu()
+        return [], [], "float32", b""
+    parts = [numbers(t.detach()).reshape(-1) for t in named.values()]
+    sizes = [len(part) for part in parts]
+    if len({part.device for part in parts}) > 1:
+        parts = [part.cpu() for part in parts]
+    whole = torch.cat(parts).cpu()
     whole = whole if whole.dtype == torch.float32 else whole.double()
-    return list(named), [p.numel() for p in parts], whole.numpy()
+    return list(named), sizes, str(whole.dtype)[6:], whole.numpy().tobytes()
 
 
 def numbers(tensor):
@@ -344,7 +345,8 @@ def numbers(tensor):
     rows = -(-total // WIDTH)
     part = part.reshape(-1)
     length = total if total <= SMALL else rows * WIDTH
-    part = torch.nn.functional.pad(part, (offset, length - offset - part.numel()))
+    if len(part) < length:
+        part = torch.nn.functional.pad(part, (offset, length - offset - len(part)))
     return part if total <= SMALL else signs(rows, part.device) @ part.double().view(-1, WIDTH)
 
 
@@ -405,7 +407,8 @@ def signatures(rows):
     """Return sum and norm of each sample's output, and how many numbers they are."""
     rows = rows.reshape(len(rows), -1)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    return rows.shape[1], torch.stack([rows.sum(1, dtype=torch.float64), norms], 1).cpu().numpy()
+    both = torch.stack([rows.sum(1, dtype=torch.float64), norms], 1)
+    return rows.shape[1], both.cpu().numpy().tobytes()
 
 
 def group():
