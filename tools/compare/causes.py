@@ -125,10 +125,10 @@ def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterato
     rename(a, b)
     for k in range(min(a.steps, b.steps)):
         changed = list(settings(a, b, k))
-        found = [*weights(a, b, k, limits), *samples(a, b, k)]
+        found = [*state("weights", a, b, k, limits), *samples(a, b, k)]
         found = found or list(outputs(a, b, k, limits, even))
         if not found and not hidden:
-            found = list(gradients(a, b, k, limits)) or list(buffers(a, b, k, limits))
+            found = list(gradients(a, b, k, limits)) or list(state("buffers", a, b, k, limits))
         yield from changed + found
         if changed or found or hidden:
             return
@@ -137,16 +137,18 @@ def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterato
         yield Cause("number of steps", None, text, "other epochs, or other steps per epoch")
 
 
-def weights(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
-    """Compare the weights before a step."""
-    if over := limits.excess("weights", a, b, k):
-        text = f"they differ by up to {over[0]:.2g} ({over[1]})"
-        if k == 0:
+def state(what: str, a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
+    """Compare the weights or the buffers before a step."""
+    if over := limits.excess(what, a, b, k):
+        name, even = "new weights", {}
+        why = "another state of the optimizer, like momentum; or something else changes them"
+        if what == "buffers":
+            name, even = "buffers", {"batchnorm": True}
+            why = "of BatchNorm: statistics of rank 0's samples alone; of others cause not known"
+        elif k == 0:
+            name, even = "first weights", {"weights": True}
             why = "another seed, or other draws before the network is built"
-            yield Cause("first weights", k, text, why, {"weights": True})
-        else:
-            why = "another state of the optimizer, like momentum; or something else changes them"
-            yield Cause("new weights", k, text, why)
+        yield Cause(name, k, f"they differ by up to {over[0]:.2g} ({over[1]})", why, even)
 
 
 def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
@@ -329,14 +331,6 @@ def factor_of(factor: float, joined: float, few: Run, many: Run, k: int) -> tupl
     return "factor of the gradient", "another weight or scale of the loss: cause not known"
 
 
-def buffers(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
-    """Compare the buffers with which a step computes."""
-    if over := limits.excess("buffers", a, b, k):
-        text = f"they differ by up to {over[0]:.2g} ({over[1]})"
-        why = "of BatchNorm: statistics of the samples of rank 0 alone; of others cause not known"
-        yield Cause("buffers", k, text, why, {"batchnorm": True})
-
-
 def evaluation(a: Run, b: Run) -> Iterator[Cause]:
     """Compare which samples the first evaluation after a step counts."""
     x, y = ([rank for rank in run.evaluated if rank] for run in (a, b))
@@ -349,8 +343,7 @@ def evaluation(a: Run, b: Run) -> Iterator[Cause]:
     more, less = (y - x).total(), (x - y).total()
     text = f"{x.total()} samples in A, {y.total()} in B ({per}): {more} too many, {less} missing"
     if less:
-        why = "the sets differ, or a process leaves out a part"
-        yield Cause("evaluation", None, text, why)
+        yield Cause("evaluation", None, text, "the sets differ, or a process leaves out a part")
     elif more:
         why = "padded shards: these count twice, unless the program drops them"
         yield Cause("padded evaluation", None, text, why)

@@ -177,7 +177,7 @@ def report(result: Result, a: Run, b: Run, even: dict, last: list[causes.Cause])
     for i, c in enumerate(found[:6], 1):
         where = "" if c.step is None else f", at step {c.step + 1}"
         lines += [f"{i}. {c.name}{where}: {c.text}", f"   why: {c.why}"]
-    lines += [f"   and {len(found) - 6} more"] * (len(found) > 6)
+    lines += [f"   and {len(found) - 6} more"] if len(found) > 6 else []
     lines += [f"note: {c.text} ({c.why})" for c in result.notes[:3]]
     if last:
         blocking = [i for i, c in enumerate(found, 1) if c.hides or not c.even] or [len(found)]

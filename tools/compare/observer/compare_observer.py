@@ -137,7 +137,7 @@ class Watcher:
 
         Mark and index are the loader's: (size of the data set, epoch), or (0, 0) and None without.
         """
-        inputs = largest([t for t in flat((args, kwargs)) if t.dim() and len(t)])
+        inputs = largest([t for t in flat((args, kwargs)) if t.dim() and t.numel()])
         if inputs is None or inputs.requires_grad:
             return None
         if any(inputs.data_ptr() == t.data_ptr() for t in self.computed):
@@ -186,7 +186,8 @@ class Watcher:
         indices = waiting.popleft() if waiting and mark else None
         if not isinstance(indices, (list, tuple)) or set(map(type, indices)) != {int}:
             return batch
-        inputs = largest([t for t in flat(batch) if t.dim() and len(t) == len(indices)])
+        tensors = [t for t in flat(batch) if t.dim() and t.numel()]
+        inputs = largest([t for t in tensors if len(t) == len(indices)])
         if inputs is not None:
             ids = [(mark, index) for index in indices]
             self.drawn.append(ids)
@@ -242,7 +243,8 @@ class Watcher:
         if self.count < len(self.even.get("settings", [])):
             give_settings(optimizer, self.even["settings"][self.count])
             groups = settings(optimizer)
-        self.optimizer, (rank, self.world) = optimizer, group()
+        rank, self.world = group()
+        self.optimizer = optimizer
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
         self.record = {"rank": rank, "events": dict(self.events)}
         self.record |= {"optimizer": type(optimizer).__name__, "groups": groups}
