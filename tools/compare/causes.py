@@ -169,9 +169,8 @@ def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
     differ = Counter()
     for name in shared:
         p, q = (side["groups"][side["group_of"][name]] for side in (x, y))
-        differ.update(
-            (o, str(p[o]), str(q[o])) for o in p.keys() & q.keys() if not same(p[o], q[o])
-        )
+        values = [(option, shown(p[option]), shown(q[option])) for option in p.keys() & q.keys()]
+        differ.update(value for value in values if value[1] != value[2])
     for (option, p, q), count in sorted(differ.items()):
         name, why = option, "another value"
         text = f"{p} in A, {q} in B"
@@ -183,10 +182,11 @@ def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
         yield Cause(name, k, text, why, even)
 
 
-def same(p: object, q: object) -> bool:
-    if isinstance(p, (tuple, list)) or not isinstance(p, (int, float)):
-        return str(p).strip("[]()") == str(q).strip("[]()")
-    return p == q or bool(np.isclose(p, q, rtol=1e-9, atol=0))
+def shown(value: object) -> str:
+    """Return a setting in words, which are equal for numbers that differ by a rounding."""
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(shown, value))
+    return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
 def rate(a: Run, b: Run, ratio: float, n: int) -> tuple[str, str]:

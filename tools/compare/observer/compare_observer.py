@@ -310,8 +310,11 @@ class Watcher:
 
 def settings(optimizer):
     """Return the numbers of each group: learning rate, weight decay, momentum."""
-    groups = optimizer.param_groups
-    return [{k: v for k, v in group.items() if k not in NOT_SETTINGS} for group in groups]
+    groups = []
+    for group in optimizer.param_groups:
+        kept = {k: v for k, v in group.items() if k not in NOT_SETTINGS}
+        groups.append({k: float(v) if torch.is_tensor(v) else v for k, v in kept.items()})
+    return groups
 
 
 def give_settings(optimizer, groups):
