@@ -153,12 +153,19 @@ def start(command: str, folder: Path, timeout: float) -> int | None:
 
 
 def end_all(folder: Path) -> None:
-    """Kill what a command has left: the processes whose environment names its folder."""
+    """Kill what a command has left, and see it end: processes whose environment names its folder."""
     mark = f"COMPARE_DIR={folder}\0".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+    for _ in range(100):
+        left = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                left += [int(path.parent.name)] if mark in path.read_bytes() else []
+        for number in left:
+            with contextlib.suppress(OSError):
+                os.kill(number, signal.SIGKILL)
+        if not left:
+            return
+        time.sleep(0.02)
 
 
 # ---- the report ----------------------------------------------------------------------------------
