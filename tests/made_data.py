@@ -3,6 +3,7 @@
 python tests/made_data.py boxes FOLDER 96 24    # so many pictures train, and are held out
 """
 
+import random
 import sys
 from pathlib import Path
 
@@ -54,9 +55,46 @@ def make_weights(path: Path) -> None:
 KINDS = {"boxes": make_boxes, "people": make_people, "flowers": make_flowers}
 
 
+# Name: (one, several). A verb agrees with a noun that may stand five words before it, which no table of pairs of bytes can know.
+NOUNS = {"cat": "cats", "dog": "dogs", "bird": "birds", "child": "children", "fox": "foxes"}
+VERBS = {"sees": "see", "hears": "hear", "likes": "like", "follows": "follow"}
+PLACES = ["near the river", "under a tree", "in the old house", "behind the hill"]
+
+
+def make_text(file: Path, length: int) -> None:
+    """Write so many bytes of sentences of a small grammar."""
+    draw = random.Random(0)
+
+    def phrase(depth: int) -> tuple[str, int]:
+        many = draw.randrange(2)
+        one, several = draw.choice([*NOUNS.items()])
+        words = f"the {several if many else one}"
+        if draw.random() < 0.3:
+            words += f" {draw.choice(PLACES)}"
+        if depth and draw.random() < 0.3:
+            words += f" that {sentence(depth - 1, many)}"
+        return words, many
+
+    def sentence(depth: int, many: int | None = None) -> str:
+        subject = ""
+        if many is None:
+            words, many = phrase(depth)
+            subject = f"{words} "
+        one, several = draw.choice([*VERBS.items()])
+        return f"{subject}{several if many else one} {phrase(depth - 1 if depth else 0)[0]}"
+
+    text = ""
+    while len(text) < length:
+        text += f"{sentence(2).capitalize()}.\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text[:length])
+
+
 def main(kind: str, folder: str, *counts: str) -> None:
     if kind == "weights":
         make_weights(Path(folder))
+    elif kind == "text":
+        make_text(Path(folder), *map(int, counts))
     else:
         KINDS[kind](Path(folder), *map(int, counts))
 

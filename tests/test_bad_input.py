@@ -116,7 +116,7 @@ single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py ... samples 49,
 single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
 single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: __getitem__ or collate, for samples 49, 97, 53, ... of the training set: RuntimeError: sample 49 cannot be read: OSError: image file is truncated
 single 1 | --task TMP/data-empty.py | the evaluation set is empty
-single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, images, pose, digits; got 'imges'
+single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, gpt, images, pose, digits; got 'imges'
 single 1 | --task images | --dataset imagefolder needs --data-dir
 single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
 single 1 | --task images --dataset cifar10 --data-dir TMP --image-size 16 | --image-size 16 has no effect on --dataset cifar10

@@ -207,7 +207,7 @@ def test_name_of_a_task_is_a_file_in_tasks():
         args = make_args("single", "--task", name)
         assert args.task == str(ROOT / "tasks" / "images.py") and args.model == "resnet9"
     with pytest.raises(
-        common.UsageError, match=r"or one of detect, images, pose, digits; got 'image'"
+        common.UsageError, match=r"or one of detect, gpt, images, pose, digits; got 'image'"
     ):
         make_args("single", "--task", "image")
 

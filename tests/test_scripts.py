@@ -67,7 +67,16 @@ def test_tasks_know_nothing_of_ranks_and_no_program_of_one_maker():
 # The scripts stand before all, and import none of each other.
 ORDER = "launch run cli modes check usertask identity notebook process rendezvous signals".split()
 ORDER = [f"machinery.{name}" for name in ORDER]
-ORDER += ["tasks.detect", "tasks.pose", "tasks.images", "task", "sampling", "common", "machinery"]
+ORDER += [
+    "tasks.detect",
+    "tasks.pose",
+    "tasks.gpt",
+    "tasks.images",
+    "task",
+    "sampling",
+    "common",
+    "machinery",
+]
 
 
 def imports(name, tree, modules):
@@ -160,7 +169,7 @@ def test_readme_is_read_in_one_sitting():
 def test_pages_are_few_and_short():
     """A word has a letter or a digit: signs of a table are none."""
     words = re.findall(r"\S*\w\S*", "\n".join(PAGES.values()))
-    assert len(PAGES) <= 13 and len(words) <= 12_500
+    assert len(PAGES) <= 13 and len(words) <= 12_750
 
 
 def test_lesson_shows_the_diff_between_single_and_ddp_and_the_sizes_of_all():
