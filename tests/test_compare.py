@@ -154,13 +154,13 @@ def check_same(lines, both=""):
     assert float(apart) < (1e-13 if "float64" in both else 1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.planted
 @pytest.mark.parametrize("both", EQUAL)
 def test_equal_runs_are_called_the_same(both, verdict):
     check_same(verdict("none", both), both)
 
 
-@pytest.mark.full
+@pytest.mark.planted
 @pytest.mark.parametrize("fault, both", [("none", "--accum 2"), ("no-sync-never", "--accum 2")])
 def test_four_ranks_are_the_same_run(fault, both, verdict):
     check_same(verdict(fault, both, world=4))
@@ -174,7 +174,7 @@ MODES = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.planted
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_are_the_same_run(mode, command):
     world, script, arguments = MODES[mode]
@@ -184,7 +184,7 @@ def test_modes_are_the_same_run(mode, command):
     check_same(report(a, b, steps=6), "float64")
 
 
-@pytest.mark.full
+@pytest.mark.planted
 def test_examples_on_one_page_are_the_same_run(command):
     a, b = (
         command(n, ROOT / "examples" / f"minimal_{mode}.py", "2 {dir}/out.pt")
@@ -254,7 +254,7 @@ QUICK = ["sum-of-ranks", "past-the-wrapper", "set-epoch"]
 
 @pytest.mark.parametrize(
     "fault, both, cause, words",
-    [pytest.param(*row, marks=[pytest.mark.full] * (row[0] not in QUICK)) for row in FAULTS],
+    [pytest.param(*row, marks=[pytest.mark.planted] * (row[0] not in QUICK)) for row in FAULTS],
 )
 def test_a_planted_fault_is_named(fault, both, cause, words, verdict):
     lines = verdict(fault, both)
@@ -276,7 +276,7 @@ BEHIND = [  # causes, each behind the one before, and what is made even at the e
 ]
 
 
-@pytest.mark.full
+@pytest.mark.planted
 @pytest.mark.parametrize("fault, both, causes, even", BEHIND)
 def test_causes_behind_causes_are_found(fault, both, causes, even, verdict):
     lines = verdict(fault, both)
@@ -284,7 +284,7 @@ def test_causes_behind_causes_are_found(fault, both, causes, even, verdict):
     assert any(line.startswith(f"With {even} made even nothing else differs") for line in lines)
 
 
-@pytest.mark.full
+@pytest.mark.planted
 def test_the_cause_that_hides_the_rest_is_named(verdict):
     """It is the first one here; the second one could be made even, and was."""
     lines = verdict("past-the-wrapper", "--augment")
@@ -293,7 +293,7 @@ def test_the_cause_that_hides_the_rest_is_named(verdict):
     assert "What lies behind cause 1 cannot be seen before it is mended." in lines
 
 
-@pytest.mark.full
+@pytest.mark.planted
 def test_the_cause_on_the_other_side_is_named_too(command):
     planted = TASKS / "planted.py"
     for fault, text in (("past-the-wrapper", "1. past the wrapper, at step 1: A: the 2 processes"),
@@ -317,7 +317,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n != "late crash")) for n in STRANGE]
+    "name", [pytest.param(n, marks=[pytest.mark.planted] * (n != "late crash")) for n in STRANGE]
 )
 def test_a_command_that_cannot_run_is_said(name, command, tmp_path):
     text, words = STRANGE[name]
@@ -327,7 +327,7 @@ def test_a_command_that_cannot_run_is_said(name, command, tmp_path):
     assert words in str(error.value)
 
 
-@pytest.mark.full
+@pytest.mark.planted
 def test_a_command_that_hangs_is_ended(tmp_path, capsys):
     (tmp_path / "hang.py").write_text("import os, time\nos.fork() or os.setsid()\ntime.sleep(99)")
     assert main([f"{sys.executable} {tmp_path}/hang.py", "true", "--timeout", "1"]) == 2
@@ -385,7 +385,7 @@ UNUSUAL = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.planted
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_script_is_the_same_as_itself(name, command, tmp_path, capsys):
     text = HEAD + UNUSUAL[name]
@@ -483,7 +483,7 @@ PUBLIC = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.planted
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_public_programs_do_is_judged_rightly(name, command, tmp_path, capsys):
     text, *sides, cause = PUBLIC[name]
