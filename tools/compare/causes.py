@@ -229,7 +229,10 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
         why = "processes share samples, or the sampler fills its last batch"
         yield Cause("samples twice", k, text, why)
         return
-    drawn = [f"{e['sampler']}, shuffle {e['shuffle']}" for e in (a.loader(), b.loader())]
+    drawn = [
+        e["sampler"] + (f", shuffle {e['shuffle']}" if e["shuffle"] is not None else "")
+        for e in (a.loader(), b.loader())
+    ]
     why = f"drawn by {drawn[0]} in A, by {drawn[1]} in B, or with another seed"
     yield Cause("order of samples", k, text, why, {"order": True})
 
