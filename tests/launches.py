@@ -41,6 +41,12 @@ def read(pid: int, name: str) -> str:
         return ""
 
 
+def ignored(pid: int) -> int:
+    """Return the mask of the signals that the process ignores: bit 0 is signal 1."""
+    found = re.search(r"SigIgn:\t(\w+)", read(pid, "status"))
+    return int(found[1], 16) if found else 0
+
+
 def marked(mark: str) -> list[int]:
     """Process ids of all that is alive and was started with a LAUNCH_MARK in its environment that begins with `mark`."""
     pids, mark = sorted(map(int, filter(str.isdigit, os.listdir("/proc")))), f"\0LAUNCH_MARK={mark}"
@@ -172,9 +178,13 @@ class Launch:
         return [pid for pid in own if RANK.search(read(pid, "cmdline"))]
 
     def workers(self) -> list[int]:
-        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same."""
+        """Process ids of the loader workers: forks of the ranks, so that their command lines are the same.
+
+        They ignore SIGUSR1; another fork, as of a program that is about to start, does not.
+        """
         ranks = {pid: read(pid, "cmdline") for pid in self.ranks()}
-        return [p for p in self.processes() if read(p, "cmdline") == ranks.get(parent(p), "none")]
+        forks = [p for p in self.processes() if read(p, "cmdline") == ranks.get(parent(p), "none")]
+        return [p for p in forks if ignored(p) >> (signal.SIGUSR1 - 1) & 1]
 
     def errors(self) -> str:
         return Path(self.err.name).read_text(errors="replace")
