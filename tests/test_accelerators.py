@@ -202,6 +202,7 @@ def print_convolutions():
         assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
+@pytest.mark.full
 def test_deterministic_convolutions_do_not_use_tf32():
     seen = in_process(print_convolutions).splitlines()
     assert seen[0] == "False False" and seen[1].endswith(" True")

@@ -216,9 +216,10 @@ ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.envi
             "--batch-size 5000 is larger than the training set",
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             [sys.executable, "train_single.py", "--lr", "fast"],
             "--lr: must be a number, at least 0, got fast",
+            marks=pytest.mark.full,
         ),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",

@@ -23,6 +23,7 @@ def decide_scores(scores, rank):
     )
 
 
+@pytest.mark.full
 def test_end_says_what_is_best_and_how_to_go_on(tmp_path, capsys):
     patch = functools.partial(decide_scores, (0.5, 0.9, 0.4))
     result = train("ddp", 2, *BASE, folder=tmp_path / "new run", patch=patch)

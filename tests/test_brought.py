@@ -56,7 +56,7 @@ def test_loss_with_parameters_beside_the_model_is_named(tmp_path):
     assert result.code == other.code == 0 and "nothing trains" not in other.out
 
 
-@pytest.mark.parametrize("mode", ["single", "fsdp"])
+@pytest.mark.parametrize("mode", ["single", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_tensors_that_an_optimizer_keeps_in_a_list_keep_their_type(mode, tmp_path):
     argv = (*ARGV, "--model", "lists", "--output-dir", tmp_path / "run")
     first = train(mode, 1, *argv, folder=tmp_path).checkpoint()["optimizer"]["state"]
@@ -67,7 +67,14 @@ def test_tensors_that_an_optimizer_keeps_in_a_list_keep_their_type(mode, tmp_pat
     assert second["net.head.bias"]["kept"][0].equal(kept)
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n"),
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.full),
+        pytest.param("fsdp", 2, marks=pytest.mark.full),
+    ],
+)
 def test_schedule_free_optimizer_evaluates_and_saves_its_average_with_the_hook_of_the_docs(
     mode, n, tmp_path
 ):

@@ -122,6 +122,7 @@ def report(a, b, **options):
 # ---- equal pairs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_observer_changes_no_bit(command, tmp_path):
     arguments = "none --norm batch --dropout 0.2 --augment --accum 2 --save"
     a, b, plain = (

@@ -80,6 +80,7 @@ def test_feature_equals_one_device(mode, n, feature, tmp_path):
         assert saved["average"]["n_averaged"] > 1
 
 
+@pytest.mark.full
 def test_nested_inputs_targets_and_outputs_equal_one_device(tmp_path):
     argv = ("--task", str(TASKS / "nested.py"), *DIGITS[2:], "--lr", "0.05")
     prove_run(train("dp", 3, *argv, folder=tmp_path), single_run(*argv))

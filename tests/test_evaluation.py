@@ -109,7 +109,7 @@ def interrupt(number):
 @pytest.mark.parametrize(
     ("mode", "n", "number"),
     [
-        ("ddp", 2, signal.SIGTERM),
+        pytest.param("ddp", 2, signal.SIGTERM, marks=pytest.mark.full),
         pytest.param("ddp", 2, signal.SIGKILL, marks=pytest.mark.full),
     ],
 )

@@ -213,6 +213,7 @@ def test_what_cannot_be_printed_ends_no_run(kind, tmp_path):
     assert kind != "ascii" or "\\u51c6\\u786e\\u7387 0." in result.out
 
 
+@pytest.mark.full
 def test_exit_code_does_not_depend_on_the_last_words(tmp_path):
     """Python itself ends with 120 if it cannot write at its end what is left."""
     argv = ["--task", str(TASKS / "small.py"), *"--epochs 2 --batch-size 30 --output-dir".split()]

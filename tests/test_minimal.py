@@ -56,7 +56,7 @@ def use_order_of_minimal(rank):
     sampling.epoch_order = order_of_minimal
 
 
-@pytest.mark.parametrize("n", [0, 3])
+@pytest.mark.parametrize("n", [0, pytest.param(3, marks=pytest.mark.full)])
 def test_minimal_script_computes_what_the_script_computes(n, tmp_path):
     """22 steps an epoch; no world size above 2 divides the batch of 64, nor the six of evaluation."""
     mode = "ddp" if n else "single"

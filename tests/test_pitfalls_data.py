@@ -72,6 +72,7 @@ def print_evaluation(rank):
     sampling.ShardSampler.__iter__ = watched
 
 
+@pytest.mark.full
 def test_pitfall_19_all_ranks_evaluate(tmp_path):
     """Training stalls or times out in evaluation: rank 0 evaluates alone while the others wait in the next collective."""
     assert in_group(2, evaluate_on_rank_0_only) == ["", "timed out\n"]

@@ -288,6 +288,7 @@ def print_threads_of_spawned():
     torch.multiprocessing.spawn(machinery.launch.run_worker, arguments, nprocs=1)
 
 
+@pytest.mark.full
 def test_pitfall_38_workers_stay_and_cores_are_divided():
     """A pause at each epoch, and more threads than cores: loader workers are started anew, and every process takes all cores."""
     loader = DataLoader(WorkerPids(), batch_size=8, num_workers=2)
@@ -316,7 +317,8 @@ def test_pitfall_38_workers_stay_and_cores_are_divided():
 
 
 @pytest.mark.parametrize(
-    "launcher", ["bash run.sh spawn 2", pytest.param("torchrun", marks=pytest.mark.full)]
+    "launcher",
+    [pytest.param(name, marks=pytest.mark.full) for name in ("bash run.sh spawn 2", "torchrun")],
 )
 def test_pitfall_39_nothing_outlives_the_launcher(launcher, tmp_path):
     """Ranks and loader workers train on, unseen, when their launcher was killed: nothing tells them that it is gone."""

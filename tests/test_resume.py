@@ -51,8 +51,11 @@ import machinery.process
 import machinery.run
 
 ALL = (*EVERYTHING, "--average", "ema")  # dropout and BatchNorm too
-RUNS = [("single", 1, 9), ("ddp", 2, 9), ("fsdp", 2, 9)]
-RUNS += [pytest.param(*run, marks=pytest.mark.full) for run in (("dp", 2, 6), ("spawn", 3, 9))]
+RUNS = [("single", 1, 9), ("ddp", 2, 9)]
+RUNS += [
+    pytest.param(*run, marks=pytest.mark.full)
+    for run in (("dp", 2, 6), ("spawn", 3, 9), ("fsdp", 2, 9))
+]
 
 
 @pytest.mark.parametrize(("mode", "n", "step"), RUNS)
@@ -94,7 +97,9 @@ MANY += tuple("--freeze *.bias !last.* --balanced --best loss --sync-bn --log-ev
 MANY += tuple("--save-every 5 --keep-every 2 --timeout 50".split())
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.full)]
+)
 def test_resume_needs_no_other_option(mode, n, tmp_path):
     straight = undisturbed(mode, n, *MANY)
     stop = functools.partial(stop_after, 10)

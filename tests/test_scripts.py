@@ -134,6 +134,7 @@ def test_ruff_is_clean(command):
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
+@pytest.mark.full
 def test_slow_packages_are_imported_only_where_they_are_used():
     """Import time is start-up time in every process."""
     slow = ("torchvision", "tensorboard", "matplotlib", "PIL")

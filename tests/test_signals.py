@@ -68,7 +68,7 @@ def assert_only_this_machine_can_reach(launch):
 @pytest.mark.parametrize(
     ("mode", "workers", "number"),
     [
-        ("ddp", 2, signal.SIGUSR1.value),
+        pytest.param("ddp", 2, signal.SIGUSR1.value, marks=pytest.mark.full),
         pytest.param("spawn", 2, signal.SIGINT.value, marks=pytest.mark.full),
     ],
 )
@@ -362,6 +362,7 @@ def test_signal_in_pythons_last_clean_up_is_too_late():
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.full
 def test_loader_worker_whose_rank_dies_as_it_starts_ends_too():
     """Nothing would end it: the death that it asks to be told of has happened."""
     with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as rank:
