@@ -41,12 +41,6 @@ def read(pid: int, name: str) -> str:
         return ""
 
 
-def ignored(pid: int) -> int:
-    """Return the mask of the signals that the process ignores: bit 0 is signal 1."""
-    found = re.search(r"SigIgn:\t(\w+)", read(pid, "status"))
-    return int(found[1], 16) if found else 0
-
-
 def marked(mark: str) -> list[int]:
     """Process ids of all that is alive and was started with a LAUNCH_MARK in its environment that begins with `mark`."""
     pids, mark = sorted(map(int, filter(str.isdigit, os.listdir("/proc")))), f"\0LAUNCH_MARK={mark}"
@@ -184,7 +178,7 @@ class Launch:
         """
         ranks = {pid: read(pid, "cmdline") for pid in self.ranks()}
         forks = [p for p in self.processes() if read(p, "cmdline") == ranks.get(parent(p), "none")]
-        return [p for p in forks if ignored(p) >> (signal.SIGUSR1 - 1) & 1]
+        return [p for p in forks if treats(p, signal.SIGUSR1, "SigIgn")]
 
     def errors(self) -> str:
         return Path(self.err.name).read_text(errors="replace")

@@ -41,13 +41,22 @@ def launch(command, folder, **changes):
 def test_command_for_real_data_runs(name, tmp_path):
     """On a small data set of the same format, with a small network, for one epoch."""
     commands, data = commands_of(SECTIONS[name], "bash"), tmp_path / "data"
-    kind = {"Detection": "boxes", "Pose": "people"}.get(name, "flowers")
-    made_data.main(kind, data, 12, 6)
+    kind = {"Detection": "boxes", "Pose": "people", "A language model": "text"}.get(name, "flowers")
     made_data.main("weights", tmp_path / "start.pth")
     changes = SMALLER | {"--data-dir": str(data), "--output-dir": str(tmp_path / "0")}
+    if kind == "text":
+        made_data.main(kind, tmp_path / "text.txt", 4000)
+        prepare = [sys.executable, ROOT / "tasks" / "gpt.py", "prepare"]
+        subprocess.run([*prepare, tmp_path / "text.txt", data], check=True, timeout=120)
+        commands[0].remove("--compile")  # it would take a minute
+        del changes["--image-size"]
+        changes |= {"--context": "16", "--layers": "1", "--heads": "2", "--width": "16"}
+        changes |= {"--batch-size": "10", "--samples": "20"}
+    else:
+        made_data.main(kind, data, 12, 6)
     if kind == "flowers":
         changes["--model"] = "resnet18"
-    else:
+    elif kind != "text":
         changes |= {"--width": "8"} | ({"--stacks": "1"} if kind == "people" else {})
     if "--weights" in commands[0]:
         changes["--weights"] = str(tmp_path / "start.pth")

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -68,8 +69,8 @@ def kill_own_group():
     # From outside: its parent may end a worker.
     subprocess.run(["kill", "-TERM", "--", f"-{os.getpgrp()}"], start_new_session=True)
     for worker in multiprocessing.active_children():
-        if not treats(worker.pid, signal.SIGTERM, "SigIgn"):  # it dies, for the loader to find
-            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        while treats(worker.pid, signal.SIGTERM, "ShdPnd"):  # until it has it; it may die of it
+            time.sleep(0.01)
 
 
 @pytest.mark.full
