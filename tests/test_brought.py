@@ -170,9 +170,8 @@ def test_file_beside_the_task_that_an_import_would_not_find_is_named(tmp_path):
 @pytest.mark.full
 def test_sharded_run_does_what_a_task_left_for_the_end(tmp_path):
     """FSDP's threads may hang in Python's clean-up, so a rank leaves without it."""
-    task = "import atexit, os\nfrom task import *\nsay = functools.partial(print, flush=True)\n"
-    task += "atexit.register(lambda: say('the last words of rank', os.environ.get('RANK')))\n"
-    task = "import functools\n" + task
+    task = "import atexit, os\nfrom task import *\nwords = 'the last words of rank'\n"
+    task += "atexit.register(lambda: print(words, os.environ.get('RANK'), flush=True))\n"
     (tmp_path / "words.py").write_text(task)
     argv = ["--task", tmp_path / "words.py", "--epochs", "1", "--output-dir", tmp_path / "run"]
     command = ["bash", ROOT / "run.sh", "fsdp", "1", *argv, "--device", "cpu"]
