@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import math
 import os
@@ -23,6 +24,7 @@ from common import (
     load_checkpoint,
     resolve_device_type,
 )
+from machinery import process
 from machinery.process import Stopped
 from machinery.rendezvous import follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import as_task_error, load_module
@@ -241,7 +243,10 @@ flag("--check", "try a batch of each set before the run", True)
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
+        unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
+        near = [difflib.get_close_matches(name, self._option_string_actions, 1) for name in unknown]
+        meant = "".join(f"; did you mean {found[0]}?" for found in near if found)
+        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options){meant}")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         raise Stopped(status, "")  # after --help
@@ -361,6 +366,7 @@ def parse_args(
         check_files(args)
     except OSError as error:  # a name too long, a directory that may not be read
         raise UsageError(f"{error.filename}: {error.strerror}") from error
+    process.options = args
     return args
 
 
@@ -388,6 +394,7 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None, laun
             setattr(args, choice, devices)
         here = devices or 1
         world_size = here * getattr(args, "nnodes", 1)
+    args.devices, args.devices_here = world_size, here
     # SLURM may show each of its tasks one device alone.
     if device_type != "cpu" and here > available and not by_srun:
         problem = f"{here} processes or replicas, but only {available} accelerators"
