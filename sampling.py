@@ -60,11 +60,13 @@ class GlobalBatchSampler(Sampler):
             problem = f"is larger than the training set ({length} samples): an epoch would be empty"
             raise UsageError(f"--batch-size {batch_size} {problem}; use at most {length}")
         self.batch_size, self.seed, self.accum_steps = batch_size, seed, accum_steps
-        self.rank, self.world_size = rank, world_size
-        least = world_size * accum_steps
-        if batch_size < least:
+        if batch_size < world_size * accum_steps:
+            least = world_size * accum_steps
             problem = f"cannot be cut into {world_size} ranks x {accum_steps} micro-batches"
             raise UsageError(f"--batch-size {batch_size} {problem}; it must be at least {least}")
+        # Where in a batch this rank's slices lie, one of each micro-batch.
+        micro_batches = np.array_split(np.arange(batch_size), accum_steps)
+        self.slices = [np.array_split(places, world_size)[rank] for places in micro_batches]
         self.steps_per_epoch = length // batch_size
         self.classes = class_numbers(dataset) if balanced else None
         self.set_position(0, 0)
@@ -76,12 +78,11 @@ class GlobalBatchSampler(Sampler):
         return len(self.steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[list[int]]]]:
-        order = epoch_order(self.length, self.seed, self.epoch, self.classes)
+        if self.steps:  # start_workers asks for none
+            order = epoch_order(self.length, self.seed, self.epoch, self.classes)
         for step in self.steps:
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
-            micro_batches = np.array_split(batch, self.accum_steps)
-            slices = [np.array_split(m, self.world_size)[self.rank] for m in micro_batches]
-            yield self.epoch, [indices.tolist() for indices in slices]  # to KeyedDataset
+            yield self.epoch, [batch[places].tolist() for places in self.slices]  # to KeyedDataset
 
 
 def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) -> np.ndarray:
@@ -249,12 +250,12 @@ def build_loader(
                 with contextlib.suppress(torch.OutOfMemoryError):  # too large: it stays here
                     keyed.dataset = dataset.to(device)
                     workers = 0  # the batches are made on the device
-    on_host = keyed.dataset is dataset  # what lies on the device cannot be pinned
-    options: dict[str, Any] = {"pin_memory": device.type != "cpu" and on_host}
+    options: dict[str, Any] = {"collate_fn": lambda batch: batch}  # KeyedDataset puts it together
+    # What lies on the device already cannot be pinned.
+    options["pin_memory"] = device.type != "cpu" and keyed.dataset is dataset
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": be_worker}
-    options["collate_fn"] = lambda batch: batch  # KeyedDataset has put it together
     loader = DataLoader(keyed, batch_sampler=sampler, num_workers=workers, **options)
     if workers:
         start_workers(loader)

@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
-    net = task.build_net()  # from --seed or --weights; only its shards go to the device
 
+    # The loaders fork workers. A worker would keep a copy of the network: so that comes later.
     train_sampler = GlobalBatchSampler(
         train_set, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
     )
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)
     val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 
+    net = task.build_net()  # from --seed or --weights; only its shards go to the device
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}

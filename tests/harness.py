@@ -451,13 +451,13 @@ def build_and_check(mode: str, n: int, argv: tuple[str, ...]) -> None:
 def check_built(args: Namespace) -> None:
     task = machinery.usertask.Task(args)
     train_set, val_set = task.build_datasets()
-    net = task.build_net()
     train_sampler = sampler_of(args, train_set)
     val_sampler = sampling.ShardSampler(len(val_set), args.eval_batch_size)
     device = torch.device("cpu")
     loading = device, args.seed, args.workers, args.skip_corrupt, task.collate
     train_loader = sampling.build_loader(train_set, train_sampler, *loading)
     val_loader = sampling.build_loader(val_set, val_sampler, *loading)
+    net = task.build_net()
     machinery.check.check_run(task, net, device, train_loader, val_loader)
     task.build_optimizer(net)
 

@@ -64,3 +64,38 @@ def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
     shown = [int(line.split()[1]) for line in result.stdout.splitlines() if "faults" in line]
     faults = [after - before for before, after in itertools.pairwise(shown)]
     assert len(faults) >= 10 and sorted(faults)[len(faults) // 2] < 500, faults
+
+
+TABLE = r"""import re, torch
+from pathlib import Path
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self): return 16
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info(): show("worker")
+        return torch.tensor(index), torch.tensor(0.)
+def show(process):
+    status = Path("/proc/self/status").read_text()
+    print(process, re.search(r"RssAnon:\s+(\d+) kB", status)[1], flush=True)
+def build_datasets(args): return Numbers(), Numbers()
+def build_model(args): return torch.nn.Embedding(ROWS, 1)
+def per_sample_loss(outputs, targets): return outputs.square().sum(1)
+def per_sample_metrics(outputs, targets):
+    show("rank")
+    return {"loss_again": -per_sample_loss(outputs, targets)}
+"""
+
+
+@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("fsdp", 2)])
+def test_loader_worker_keeps_no_copy_of_the_network(mode, n, tmp_path):
+    """Beside a network of 40 MB it has no more memory than beside one of 64 bytes."""
+    largest = {}
+    for rows in (16, 10_000_000):
+        (tmp_path / f"table{rows}.py").write_text(TABLE.replace("ROWS", str(rows)))
+        argv = ["--task", tmp_path / f"table{rows}.py", "--epochs", "1", "--batch-size", "4"]
+        argv += ["--workers", "1", "--device", "cpu"]
+        result = train(mode, n, *argv, folder=tmp_path / f"{mode}{rows}")
+        assert result.code == 0, result.err
+        for process in ("worker", "rank"):
+            largest[process, rows] = max(printed(result.out, process))
+    more = {name: largest[name, 10_000_000] - largest[name, 16] for name in ("worker", "rank")}
+    assert more["worker"] < 10_000 < 40_000 / n < more["rank"], f"kB: {more}"

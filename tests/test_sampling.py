@@ -67,6 +67,21 @@ def test_micro_batches_of_all_ranks_are_those_of_one_device(world_size, accum_st
         assert all(piece for share in shares for piece in share)
 
 
+def test_slices_are_those_of_numpy():
+    """At any number of ranks; a sampler cuts no batch, it knows the places of its slices."""
+    draw = random.Random(0)
+    for _ in range(300):
+        accum_steps, world_size = draw.randint(1, 6), draw.choice([1, 2, 3, 7, 200])
+        batch_size = accum_steps * world_size + draw.randint(0, 99)
+        rank, length = draw.randrange(world_size), 2 * batch_size + draw.randint(0, 9)
+        own = make_sampler(length, batch_size, rank, world_size, accum_steps)
+        for (_, slices), step in zip(own, range(2), strict=True):
+            batch = order_of(length, 0, 0)[step * batch_size : (step + 1) * batch_size]
+            micro_batches = np.array_split(batch, accum_steps)
+            wanted = [np.array_split(micro, world_size)[rank] for micro in micro_batches]
+            assert slices == [indices.tolist() for indices in wanted]
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resuming_at_any_step_yields_exactly_the_rest(world_size):
     for length, batch_size in [(20, 6), (21, 7), (40, 40), (37, 5)]:
@@ -90,6 +105,31 @@ def test_order_has_every_sample_once_and_neighbouring_keys_have_others():
         if n > 1000:  # no two of them agree in more places than chance would have it
             same = [sum(a == b for a, b in zip(x, y)) for x, y in itertools.combinations(orders, 2)]
             assert max(same) < 12
+
+
+def test_order_is_that_of_earlier_versions():
+    """Or a run that one of them began would go on with other samples."""
+    plain = sampling.epoch_order(10, 3, 4, None)
+    assert plain.tolist() == [8, 3, 1, 2, 9, 4, 5, 0, 7, 6]
+    balanced = sampling.epoch_order(10, 3, 4, np.array([0, 0, 0, 0, 0, 0, 0, 1, 1, 2]))
+    assert balanced.tolist() == [9, 0, 3, 7, 6, 2, 19, 17, 27, 37]
+
+
+def test_order_is_made_once_an_epoch(monkeypatch):
+    """At 10^8 samples that takes eight seconds."""
+    made, epoch_order = [], sampling.epoch_order
+
+    def watched(*arguments):
+        made.append(arguments[2])
+        return epoch_order(*arguments)
+
+    monkeypatch.setattr(sampling, "epoch_order", watched)
+    sampler = make_sampler(30, 7)
+    loader = sampling.build_loader(NoisyPerSample(), sampler, torch.device("cpu"), 0, workers=2)
+    for epoch in (0, 1):
+        sampler.set_position(epoch, 0)
+        assert len(list(loader)) == 4
+    assert made == [0, 1]
 
 
 def test_splitmix64_is_the_published_one_and_has_no_collisions_nearby():
