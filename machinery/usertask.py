@@ -94,13 +94,12 @@ class Task:
         self.args, self.path = args, Path(args.task)
         # A spawned process has not parsed the command line.
         module = loaded.get(self.path) or load_module(self.path)
-        found = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
-        self.functions = {name: value for name, value in found.items() if callable(value)}
+        self.globals, names = vars(module), (*REQUIRED, *OPTIONAL)
+        self.functions = {n: f for n, f in self.globals.items() if n in names and callable(f)}
         if missing := [name for name in REQUIRED if name not in self.functions]:
             problem = f"must define {', '.join(REQUIRED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
-        self.globals = vars(module)
         self.per_sample_loss = self.functions["per_sample_loss"]
         self.per_sample_metrics = self.functions["per_sample_metrics"]
         # These are None if the task has no such function.
