@@ -183,6 +183,27 @@ def test_lesson_shows_the_diff_between_single_and_ddp_and_the_sizes_of_all():
     assert f"All {len(changed_lines('single', 'ddp'))} changed lines" in README
 
 
+def test_lesson_and_readme_have_a_word_for_each_name_in_the_diff():
+    """Names that train_single.py does not have, in the code of the lines of train_ddp.py."""
+    added = [line[1:].split("  #")[0] for line in changed_lines("single", "ddp") if line[0] == "+"]
+    code = "\n".join(line for line in added if not line.lstrip().startswith(("#", '"')))
+    new = {*re.findall(r"\w{4,}", code)} - {*re.findall(r"\w+", SCRIPTS["single"])}
+    gone = {"leaves_no_trace"}  # stands in train_single.py alone
+    assert {"gradient_as_bucket_view", "find_unused_parameters", "backend"} <= new
+    lesson = re.sub(r"```diff\n.*?```", "", PAGES["lesson.md"], flags=re.DOTALL)
+    (table,) = re.findall(r"\| line in `train_ddp.py`.*?\n\n", README, re.DOTALL)
+    words = {*re.findall(r"\w+", lesson + table)}
+    assert new | gone <= words, f"not explained: {(new | gone) - words}"
+
+
+def test_page_shows_the_loop_that_is_tested():
+    (block,) = re.findall(
+        r"<!-- own_loop_ddp.py -->\n```python\n(.*?)```\n<!-- end -->", PAGES["copy.md"], re.DOTALL
+    )
+    script = (ROOT / "examples" / "own_loop_ddp.py").read_text()
+    assert block == script, "stale: python tools/readme.py"
+
+
 def test_lines_that_readme_explains_stand_in_train_ddp():
     (table,) = re.findall(r"\| line in `train_ddp.py`.*?\n\n", README, re.DOTALL)
     rows = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
