@@ -360,13 +360,12 @@ def parse_args(
             check_loadable(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)
-    check_devices(args, mode, devices, launched)
+    process.this_run = args, *check_devices(args, mode, devices, launched)
     check_values(args, mode)
     try:
         check_files(args)
     except OSError as error:  # a name too long, a directory that may not be read
         raise UsageError(f"{error.filename}: {error.strerror}") from error
-    process.options = args
     return args
 
 
@@ -380,8 +379,13 @@ def check_nodes(args: argparse.Namespace) -> None:
         raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
 
 
-def check_devices(args: argparse.Namespace, mode: str, devices: int | None, launched: bool) -> None:
-    """Translate srun's variables; count the devices, and check that they exist and get samples."""
+def check_devices(
+    args: argparse.Namespace, mode: str, devices: int | None, launched: bool
+) -> tuple[int, int]:
+    """Return the number of devices, and of those on this machine; check that they get samples.
+
+    It translates srun's variables.
+    """
     by_srun = launched and take_ranks_of_slurm()
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
@@ -394,7 +398,6 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None, laun
             setattr(args, choice, devices)
         here = devices or 1
         world_size = here * getattr(args, "nnodes", 1)
-    args.devices, args.devices_here = world_size, here
     # SLURM may show each of its tasks one device alone.
     if device_type != "cpu" and here > available and not by_srun:
         problem = f"{here} processes or replicas, but only {available} accelerators"
@@ -407,6 +410,7 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None, laun
     size = getattr(args, "shard_size", None) or world_size
     if world_size % size != 0:
         raise UsageError(f"--shard-size {size} must divide the number of devices, {world_size}")
+    return world_size, here
 
 
 def check_values(args: argparse.Namespace, mode: str) -> None:

@@ -148,7 +148,7 @@ def run_worker(
     rank = args.node_rank * args.nproc + local_rank
     ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": args.nproc}
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    this_process.options = args
+    this_process.this_run = args, args.nnodes * args.nproc, args.nproc
     sys.exit(run_main(functools.partial(worker, local_rank, args, *arguments)))
 
 

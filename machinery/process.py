@@ -29,8 +29,8 @@ ADVICE = {
         "some parameters took no part in the last loss: add --find-unused-parameters"
     ),
     "Timed out waiting": (
-        "rank {rank} waited {args.timeout:g} s (--timeout) for another rank, which did not answer: "
-        "see docs/hang.md"
+        "rank {rank} waited {run[0].timeout:g} s (--timeout) for another rank, which did not "
+        "answer: see docs/hang.md"
     ),
     "marked as ready twice": "give each checkpoint() use_reentrant=False",
     "element 0 of tensors does not require grad": (
@@ -38,7 +38,8 @@ ADVICE = {
     ),
 }
 is_program = False  # run_main sets it; it stays False where a notebook calls main
-options: Namespace | None = None  # of the run of this process, once they are parsed
+# The options of the run of this process, its number of devices, and of those on this machine.
+this_run: tuple[Namespace, int, int] | None = None
 
 
 class Stopped(Exception):
@@ -156,7 +157,7 @@ def fail(error: BaseException) -> NoReturn:
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     else:
         meaning = next((advice for words, advice in ADVICE.items() if words in str(error)), "")
-        meaning = meaning.format(rank=os.environ.get("RANK"), args=options)
+        meaning = meaning.format(rank=os.environ.get("RANK"), run=this_run)
     if first_to_fail():
         traceback.print_exception(error)
         tell(meaning)
@@ -176,17 +177,17 @@ def tell_way_on(code: int) -> None:
     code 0, after which a launcher says nothing.
     """
     silent = code == 2 or (code and has_launcher())
-    if not silent and options and Path(options.output_dir, "last.pt").exists():
-        directory = shlex.quote(options.output_dir)
-        more = f"--output-dir {directory} --resume auto"
-        print(f"to go on: {command(options, more)}", flush=True)
+    if not silent and this_run and Path(this_run[0].output_dir, "last.pt").exists():
+        directory = shlex.quote(this_run[0].output_dir)
+        print(f"to go on: {command(f'--output-dir {directory} --resume auto')}", flush=True)
 
 
-def command(args: Namespace, more: str) -> str:
-    """Return the command that resumes the run with more options; a checkpoint has all others."""
-    if args.devices > args.devices_here:
-        return f"the same command with {more}"  # on each machine
-    return f"bash run.sh {args.parallel_mode} {args.devices} {more}"
+def command(options: str) -> str:
+    """Return the command that resumes this run with these options; a checkpoint has all others."""
+    args, devices, here = this_run
+    if devices > here:
+        return f"the same command with {options}"  # on each machine
+    return f"bash run.sh {args.parallel_mode} {devices} {options}"
 
 
 def first_to_fail() -> bool:

@@ -74,7 +74,8 @@ class Run:
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
         self.directory = Path(args.output_dir)
         self.config = declared(args)
-        self.log = Log(state, self.sampler, device, args)
+        devices = common.get_world_size() * getattr(args, "replicas", 1)
+        self.log = Log(state, self.sampler, device, args, devices)
         self.meter = self.log.meter  # the loop adds to it
         self.data, self.hashes = identity(train_loader.dataset, val_loader.dataset)
         self.patient = common.patient_group()  # a slow disk may keep rank 0 for long
@@ -241,7 +242,7 @@ class Run:
             path, (score, epoch) = self.directory / "best.pt", state.best
             print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
             options = f"--eval-only --resume {shlex.quote(str(path))}"
-            print0(f"to evaluate it: {command(self.args, options)}")
+            print0(f"to evaluate it: {command(options)}")
         elif state.epoch == self.args.epochs:
             print0(f"no best.pt: in no epoch {name} and the weights were finite")
 
@@ -311,8 +312,10 @@ class Log:
         sampler: GlobalBatchSampler,
         device: torch.device,
         args: Namespace,
+        devices: int,
     ) -> None:
-        self.state, self.sampler, self.device, self.args = state, sampler, device, args
+        self.state, self.sampler, self.device = state, sampler, device
+        self.args, self.devices = args, devices
         self.meter = common.Meter(device)
         # On a terminal alone; there the bar shows the training lines.
         self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
@@ -341,10 +344,10 @@ class Log:
     def _print_header(self, loader: DataLoader) -> None:
         sampler, state, args = self.sampler, self.state, self.args
         size = sum(parameter.numel() for parameter in state.net.parameters())
-        share = math.ceil(sampler.batch_size / (sampler.accum_steps * args.devices))
+        share = math.ceil(sampler.batch_size / (sampler.accum_steps * self.devices))
         group, never = state.optimizer.param_groups[0], args.warmup_epochs >= args.epochs
         print0(
-            f"{Path(sys.argv[0]).name} on {args.devices} x {self.device.type}: "
+            f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: "
             f"{type(state.net).__name__.removeprefix('FSDP')}, {size:,} parameters; "
             f"loader workers per process: {loader.num_workers}\n"
             f"{sampler.length} training samples: {sampler.steps_per_epoch} "
@@ -442,13 +445,6 @@ def find_checkpoint(directory: Path, resume: str | None, eval_only: bool = False
     return None
 
 
-def is_bad(value: Any, is_parameter: bool) -> bool:
-    """Return whether a value of a checkpoint has a NaN; a parameter may hold no infinity either."""
-    if not isinstance(value, Tensor):
-        return False  # extra state of a module
-    return has_non_finite(value) if is_parameter else bool(value.isnan().any())
-
-
 class RunFiles:
     """The directory of a run: its lock, its log and its checkpoints. Create it on rank 0 only.
 
@@ -529,13 +525,12 @@ class RunFiles:
     ) -> str:
         """Write the checkpoint under these names. Raises OSError if it cannot be written.
 
-        If parameters are not finite, or a buffer has a NaN, write nothing and return a text that
-        names them, else "". A mask may hold infinities.
+        If parameters are not finite, write nothing and return a text that names them, else "".
         """
-        values = (*checkpoint["model"].items(), *checkpoint["average"]["tensors"].items())
-        bad = [name for name, value in values if is_bad(value, name in parameters)]
+        parts = checkpoint["model"], checkpoint["average"]["tensors"]
+        bad = [n for part in parts for n in parameters if n in part and has_non_finite(part[n])]
         if bad:
-            advice = "what is infinite on purpose, as a mask, must be a buffer"
+            advice = "a mask, infinite on purpose, must be a buffer"
             return f"non-finite values in {', '.join(bad[:5])}; {advice}"
         os.fsync(self.metrics_file.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))

@@ -130,7 +130,7 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
                 run.state.scaler.skipped += 1
             make_step(run, losses)
         run.state.epoch, run.state.step = run.state.epoch + 1, 0
-    _, _, *rest = capsys.readouterr().out.splitlines()  # two lines about the whole run
+    _, _, _, *rest = capsys.readouterr().out.splitlines()  # three lines about the whole run
     printed, lines = [figures(line) for line in rest], log_of(tmp_path)
     assert len(printed) == len(lines) == 6
     for shown, line in zip(printed, lines):
