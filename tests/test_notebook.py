@@ -123,8 +123,8 @@ def call(folder, *more):
 """
 
 
-def run_cell(manager, client, code, stop_at=None):
-    """Return what a cell printed, and its value; press the stop button when it has printed `stop_at`."""
+def run_cell(client, code, stop_at=None, press=None):
+    """Return what a cell printed, and its value; call `press()` when it has printed `stop_at`."""
     text, values, pressed = "", [], []
 
     def hook(message):
@@ -137,7 +137,7 @@ def run_cell(manager, client, code, stop_at=None):
             values.append(ast.literal_eval(content["data"]["text/plain"]))
         if stop_at and not pressed and stop_at in text:
             pressed.append(True)
-            manager.interrupt_kernel()
+            press()
 
     client.execute_interactive(code, output_hook=hook, timeout=300)
     assert bool(pressed) == bool(stop_at)
@@ -146,20 +146,22 @@ def run_cell(manager, client, code, stop_at=None):
 
 def test_stop_button_saves_and_no_run_leaves_anything_in_the_kernel(project, environment, tmp_path):
     manager, client = start_new_kernel(cwd=str(project), env=environment)
+
+    def press():
+        assert len(ranks(tmp_path)) == 2
+        manager.interrupt_kernel()  # as the button does
+
     try:
-        run_cell(manager, client, SURROUNDINGS)
-        again = 'call("again", "--epochs", "1")'
-        stopped, (code, changed, *_) = run_cell(
-            manager, client, 'call("stopped", "--epochs", "40", "--log-every", "5")', "step 5/22"
-        )
-        assert (code, changed) == (130, {}), stopped
-        assert "stopped by SIGINT after saving step " in stopped and "Traceback" not in stopped
+        run_cell(client, SURROUNDINGS)
+        cell = 'call("stopped", "--epochs", "40", "--log-every", "5")'
+        out, (code, changed, *left) = run_cell(client, cell, "step 5/22", press)
+        assert (code, changed) == (130, {}), out
+        assert "stopped by SIGINT after saving step " in out and "Traceback" not in out
         assert 5 <= torch.load(project / "stopped/last.pt", weights_only=True)["global_step"] < 880
         assert ranks(tmp_path) == []
-        _, (code, changed, *left) = run_cell(manager, client, again)
-        assert (code, changed) == (0, {})
-        _, (code, changed, *left_again) = run_cell(manager, client, again.replace("again", "third"))
-        assert (code, changed) == (0, {})
+        cell = 'call("another", "--epochs", "1")'
+        out, (code, changed, *left_again) = run_cell(client, cell)
+        assert (code, changed) == (0, {}), out
         assert left == left_again, "open files, threads"
         assert ranks(tmp_path) == []
     finally:
