@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -126,6 +127,9 @@ def workers_meet_at(args: Namespace) -> Iterator[str]:
         leave(2)
     multiprocessing.resource_tracker.ensure_running()  # it would unblock the signals again
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # A notebook has threads that block no signal. What they get waits for this thread too.
+    thread = threading.get_ident()
+    handle_signals(lambda number, frame: signal.pthread_kill(thread, number))
     os.environ["LAUNCH_PID"] = str(os.getpid())
     with tempfile.TemporaryDirectory() as directory:
         os.environ["LAUNCH_RENDEZVOUS_FILE"] = f"{directory}/ranks"

@@ -35,9 +35,9 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
         finally:
             os.environ.clear()
             os.environ.update(environment)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if in_main_thread():
                 for number, handler in handlers.items():
                     signal.signal(number, handler or signal.SIG_DFL)  # None: a library's, in C
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # the notebook answers what waits
 
     return wrapper

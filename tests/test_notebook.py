@@ -167,3 +167,33 @@ def test_stop_button_saves_and_no_run_leaves_anything_in_the_kernel(project, env
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+EARLY = """
+listen, started = train_spawn.wait_for, []
+def press():
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # as in a kernel's own threads
+    signal.raise_signal(signal.SIGINT)
+def wait_for(processes):
+    started.extend(processes)
+    thread = threading.Thread(target=press)
+    thread.start()
+    thread.join()
+    return listen(processes)
+train_spawn.wait_for = wait_for
+"""
+
+
+def test_stop_while_ranks_start_ends_them(project, environment, tmp_path):
+    """A thread of the kernel gets the signal: the thread that starts the ranks blocks it."""
+    manager, client = start_new_kernel(cwd=str(project), env=environment)
+    try:
+        run_cell(client, SURROUNDINGS + EARLY)
+        out, (code, changed, *_) = run_cell(client, 'call("early")')
+        assert (code, changed) == (130, {}), out
+        assert out.endswith(": stopped by SIGINT with nothing new to save\n")
+        _, ended = run_cell(client, "[process.exitcode for process in started]")
+        assert ended == [-2, -2] and ranks(tmp_path) == []
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
