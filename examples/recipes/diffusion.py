@@ -45,7 +45,7 @@ class Denoiser(nn.Module):
         super().__init__()
         self.enter, self.leave = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, 1, 1)
         self.times = nn.ModuleList([nn.Embedding(STEPS, width) for _ in range(3)])
-        self.blocks = nn.ModuleList([nn.Conv2d(width, width, 5, padding=2) for _ in range(3)])
+        self.blocks = nn.ModuleList([nn.Conv2d(width, width, 3, padding=1) for _ in range(3)])
 
     def forward(self, inputs):
         pictures, times = inputs
