@@ -10,18 +10,20 @@ import sys
 import vectors
 from vectors import *
 
+SCALE = 2.0  # LoRA's alpha / rank
+
 
 class Lora(nn.Linear):
     """A linear layer with frozen weights, plus `up @ down`. It keeps the names of the weights."""
 
-    def __init__(self, layer, rank, scale=2.0):
+    def __init__(self, layer, rank):
         super().__init__(layer.in_features, layer.out_features, device="meta")  # takes no memory
-        self.weight, self.bias, self.scale = layer.weight, layer.bias, scale
+        self.weight, self.bias = layer.weight, layer.bias
         self.down = nn.Parameter(torch.randn(rank, self.in_features) / self.in_features**0.5)
         self.up = nn.Parameter(torch.zeros(self.out_features, rank))  # at first it adds nothing
 
     def forward(self, x):
-        return super().forward(x) + self.scale * F.linear(F.linear(x, self.down), self.up)
+        return super().forward(x) + SCALE * F.linear(F.linear(x, self.down), self.up)
 
 
 class Other(Vectors):
@@ -49,14 +51,11 @@ def build_model(args):
     return net  # the optimizer takes what trains
 
 
-def merge(state, scale=2.0):
+def merge(state):
     """Return the weights of a plain network from those of one with adapters."""
-    plain = {name: value for name, value in state.items() if not name.endswith((".up", ".down"))}
-    for name in [name.removesuffix(".up") for name in state if name.endswith(".up")]:
-        plain[f"{name}.weight"] = (
-            state[f"{name}.weight"] + scale * state[f"{name}.up"] @ state[f"{name}.down"]
-        )
-    return plain
+    for name in [name.removesuffix("up") for name in state if name.endswith(".up")]:
+        state[f"{name}weight"] += SCALE * state.pop(f"{name}up") @ state.pop(f"{name}down")
+    return state
 
 
 if __name__ == "__main__":
