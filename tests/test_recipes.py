@@ -198,6 +198,44 @@ def test_digits_of_a_trained_diffusion_are_printed(folder):
     assert len(lines) == 8 and {len(line) for line in lines} == {64} and "@" in result.stdout
 
 
+SEEDED = """
+from vectors import *
+
+class Seeded(Vectors):
+    def __getitem__(self, index):
+        return (self.x[index], torch.randint(2**62, ())), self.targets[index]
+
+def build_datasets(args):
+    return Seeded(args, 80), Seeded(args, 20)
+
+class Net(nn.Linear):
+    def forward(self, inputs):
+        x, seeds = inputs
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+        noise = [torch.randn(8, generator=one, dtype=x.dtype) for one in draws]
+        return super().forward(x + torch.stack(noise))
+
+def build_model(args):
+    return Net(8, 2)
+"""
+
+
+def test_forward_may_draw_from_a_seed_in_the_input(folder):
+    """As the page says of a large noise. What it draws without that seed gets a warning."""
+    (folder / "seeded.py").write_text(SEEDED)
+    (folder / "drawn.py").write_text(SEEDED.replace("torch.stack(noise)", "torch.randn_like(x)"))
+    runs = {}
+    for name in ("seeded", "drawn"):
+        for mode, n in (("single", 1), ("ddp", 2)):
+            argv = ["--task", folder / f"{name}.py", *OPTIONS]
+            run = train(mode, n, *argv, folder=folder / f"{name}-{mode}", patch=checked)
+            assert run.code == 0, run.err
+            assert ("draw in __getitem__" in run.out) == (name == "drawn")
+            runs[name, mode] = run.checkpoint()["model"]
+    assert deviation(runs["seeded", "ddp"], runs["seeded", "single"]) < 1e-10
+    assert deviation(runs["drawn", "ddp"], runs["drawn", "single"]) > 1e-3
+
+
 def test_lora_trains_adapters_alone_and_merges_them(folder):
     """From a base that was trained; stopped and resumed; merged into weights of the base's network."""
     base = train("single", 1, "--task", folder / "vectors.py", *OPTIONS, folder=folder / "base")
