@@ -1,5 +1,6 @@
 """The commands of docs/recipes.md and docs/copy.md, on small data sets of the same formats."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,8 @@ from harness import ROOT, train
 
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
 SECTIONS = dict(re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
-MADE = [name for name, text in SECTIONS.items() if "```console" in text]
+SHOWN = [name for name, text in SECTIONS.items() if "```console" in text]
+MADE = [name for name in SHOWN if "```bash" in SECTIONS[name]]  # the others are of recipes
 SMALLER = {"--epochs": "1", "--batch-size": "6", "--workers": "0"}
 SMALLER |= {"--device": "cpu", "--image-size": "64"}
 
@@ -72,6 +74,31 @@ def test_command_for_real_data_runs(name, tmp_path):
         assert f"{len(before)} of the model's {len(before)} tensors" in second.out
     else:
         assert len(commands) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in SHOWN if name not in MADE])
+def test_commands_of_a_recipe_run_in_this_order(name, tmp_path):
+    """For two epochs, with results in another directory."""
+    for package in {"Hugging Face": ("transformers", "datasets"), "timm": ("timm",)}.get(name, ()):
+        pytest.importorskip(package, reason=f"the recipe needs {package}")
+    for command in commands_of(SECTIONS[name], "console"):
+        folders = {"runs/": f"{tmp_path}/runs/", "examples/": f"{ROOT}/examples/"}
+        for there, here in folders.items():
+            command = [re.sub(f"^{there}", here, part) for part in command]
+        if command[0] == "bash":
+            changes = {"--epochs": "2", "--workers": "0", "--device": "cpu"}
+            folder = {} if "--output-dir" in command else {"--output-dir": f"{tmp_path}/runs/0"}
+            assert len(launch(command, tmp_path, **changes, **folder).eval_lines()) == 2
+            continue
+        environment = dict(os.environ)
+        while command[0] != "python":  # NAME=value
+            name, _, value = command.pop(0).partition("=")
+            environment[name] = value
+        program = [sys.executable, *command[1:]]
+        options = {"capture_output": True, "text": True, "timeout": 120, "env": environment}
+        result = subprocess.run(program, cwd=ROOT, **options)
+        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.full

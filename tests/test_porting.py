@@ -28,6 +28,7 @@ def test_rows_name_what_is_there():
     options = parser._option_string_actions
     checked = 0
     tables = rows("Options") + rows("Calls") + rows("Lightning") + rows("Accelerate")
+    tables += rows("Hugging Face's Trainer")
     for _, here, difference in tables:
         for span in re.findall(r"`([^`]+)`", f"{here} {difference}"):
             for name in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span):
@@ -38,7 +39,7 @@ def test_rows_name_what_is_there():
                 checked += 1
             for name in re.findall(r"^(\w+)$", span):
                 known = name in (*REQUIRED, *OPTIONAL) or re.search(rf"\b{name}\b", code)
-                others = "sync_dist max_steps set_seed StochasticWeightAveraging torchrun fp16 add_options"
+                others = "sync_dist max_steps set_seed StochasticWeightAveraging torchrun fp16 add_options __getitem__"
                 assert known or name in others.split(), span
                 checked += 1
     assert checked >= 60

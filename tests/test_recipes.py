@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -13,15 +14,33 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, deviation, loader_of, make_args, run_processes, sampler_of, train
-from patches import checked
+from harness import (
+    ROOT,
+    deviation,
+    loader_of,
+    make_args,
+    order_of,
+    run_processes,
+    sampler_of,
+    train,
+)
+from patches import checked, stop_after
 from runs import CPU
+
+import sampling
 
 PROGRAMS = {path.stem: path.read_text() for path in (ROOT / "examples/recipes").glob("*.py")}
 OTHERS = {"swa", "follow"}  # no tasks
 SLOW = {"vectors", "segmentation", "drawn", "distill", "folds", "packed", "mixup"}
+NEEDS = {"timm_layers": ["timm"], "hf": ["transformers", "datasets"]}  # the project does not
+SLOW |= {"diffusion", *NEEDS}
 OPTIONS = "--dtype float64 --epochs 2 --batch-size 7 --lr 0.1 --log-every 1 --keep-every 1"
 OPTIONS = (*OPTIONS.split(), "--workers", "0", "--warmup-epochs", "0", "--device", "cpu")
+OF_RECIPE = {
+    "diffusion": ["--batch-size", "91", "--lr", "0.01"],  # of 1,437 digits
+    "timm_layers": ["--batch-size", "91", "--lr", "0.003"],
+    "hf": ["--batch-size", "13", "--lr", "0.003"],
+}
 
 
 @pytest.fixture
@@ -53,11 +72,14 @@ def slow_or_not(name):
 @pytest.mark.parametrize("name", [*map(slow_or_not, sorted(PROGRAMS.keys() - OTHERS))])
 def test_recipe_is_the_same_on_two_devices(name, folder):
     """Those with `loss_weights` also with accumulation, and BatchNorm over all ranks: both must change nothing."""
-    argv = ["--task", folder / f"{name}.py", *OPTIONS]
+    for package in NEEDS.get(name, []):
+        pytest.importorskip(package, reason=f"{name}.py needs {package}")
+    argv = ["--task", folder / f"{name}.py", *OPTIONS, *OF_RECIPE.get(name, [])]
     if name == "tars":
         write_tars(folder)
         argv += ["--tars", folder]
-    more = ["--accum-steps", "2"] if "def loss_weights" in PROGRAMS[name] else []
+    accumulates = "def loss_weights" in PROGRAMS[name] or name == "diffusion"
+    more = ["--accum-steps", "2"] if accumulates else []
     more += ["--sync-bn"] if "BatchNorm" in PROGRAMS[name] else []
     single = train("single", 1, *argv, folder=folder / "single", patch=checked)
     assert single.code == 0, single.err
@@ -109,6 +131,227 @@ def test_teacher_follows_as_in_a_plain_program(folder):
             for mean, new in zip(net.teacher.parameters(), net.student.parameters()):
                 mean.data = 0.95 * mean.data + 0.05 * new.data
     assert deviation(run.checkpoint()["model"], net.state_dict()) < 1e-10
+
+
+def plain_batches(args, data):
+    """The batches of one epoch."""
+    sampler = sampler_of(args, data)
+    return (batch for (batch,) in loader_of(args, data, sampler, CPU))
+
+
+def test_diffusion_begins_as_in_a_plain_program(folder):
+    """Which makes the first batch from the digits, by the formula of the paper."""
+    argv = ["--task", str(folder / "diffusion.py"), *OPTIONS, *OF_RECIPE["diffusion"]]
+    argv += ["--epochs", "1"]
+    run = train("ddp", 2, *argv, folder=folder)
+    assert run.code == 0, run.err
+    task, args = runpy.run_path(str(folder / "diffusion.py")), make_args("single", *argv)
+    digits, _ = task["task"].build_datasets(args)
+    kept, left = [], 1.0
+    for beta in np.linspace(1e-3, 0.1, 100):
+        left *= 1 - beta
+        kept.append(left)
+    torch.manual_seed(0)
+    net, losses = task["build_model"](args).double(), []
+    for index in order_of(len(digits), 0, 0)[:91]:
+        sampling.KeyedDataset.key = sampling.splitmix64(0, 0, index)
+        sampling.seed_generators(sampling.sample_key(index))
+        picture = digits[index][0].double() / 120 - 1
+        time = int(torch.randint(100, ()))
+        noise = torch.randn(1, 8, 8, dtype=torch.float64)
+        noisy = kept[time] ** 0.5 * picture + (1 - kept[time]) ** 0.5 * noise
+        guess = net((noisy[None], torch.tensor([time])))
+        losses.append(((guess[0] - noise) ** 2).mean().item())
+    assert np.std(losses) > 0.01
+    assert run.train_lines()[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-10)
+
+
+def test_diffusion_draws_digits(folder):
+    """A network that guesses all of the noise finds the picture."""
+    task = runpy.run_path(str(folder / "diffusion.py"))
+    picture, kept = torch.linspace(-1, 1, 64).view(1, 1, 8, 8).double(), task["KEPT"]
+
+    class Oracle(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+        def forward(self, inputs):
+            noisy, times = inputs
+            share = kept[times].view(-1, 1, 1, 1)
+            return (noisy - share.sqrt() * picture) / (1 - share).sqrt()
+
+    drawn = task["draw"](Oracle(), 2)
+    assert (drawn - picture).abs().max() < 1e-10 and drawn.shape == (2, 1, 8, 8)
+
+
+@pytest.mark.full
+def test_digits_of_a_trained_diffusion_are_printed(folder):
+    argv = ["--task", str(folder / "diffusion.py"), "--output-dir", str(folder / "run")]
+    run = train("single", 1, *argv, "--epochs", "1", folder=folder)
+    assert run.code == 0, run.err
+    command = [sys.executable, folder / "diffusion.py", folder / "run/best.pt"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 8 and {len(line) for line in lines} == {64} and "@" in result.stdout
+
+
+SEEDED = """
+from vectors import *
+
+class Seeded(Vectors):
+    def __getitem__(self, index):
+        return (self.x[index], torch.randint(2**62, ())), self.targets[index]
+
+def build_datasets(args):
+    return Seeded(args, 80), Seeded(args, 20)
+
+class Net(nn.Linear):
+    def forward(self, inputs):
+        x, seeds = inputs
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds.tolist()]
+        noise = [torch.randn(8, generator=one, dtype=x.dtype) for one in draws]
+        return super().forward(x + torch.stack(noise))
+
+def build_model(args):
+    return Net(8, 2)
+"""
+
+
+def test_forward_may_draw_from_a_seed_in_the_input(folder):
+    """As the page says of a large noise. What it draws without that seed gets a warning."""
+    (folder / "seeded.py").write_text(SEEDED)
+    (folder / "drawn.py").write_text(SEEDED.replace("torch.stack(noise)", "torch.randn_like(x)"))
+    runs = {}
+    for name in ("seeded", "drawn"):
+        for mode, n in (("single", 1), ("ddp", 2)):
+            argv = ["--task", folder / f"{name}.py", *OPTIONS]
+            run = train(mode, n, *argv, folder=folder / f"{name}-{mode}", patch=checked)
+            assert run.code == 0, run.err
+            assert ("draw in __getitem__" in run.out) == (name == "drawn")
+            runs[name, mode] = run.checkpoint()["model"]
+    assert deviation(runs["seeded", "ddp"], runs["seeded", "single"]) < 1e-10
+    assert deviation(runs["drawn", "ddp"], runs["drawn", "single"]) > 1e-3
+
+
+def test_lora_trains_adapters_alone_and_merges_them(folder):
+    """From a base that was trained; stopped and resumed; merged into weights of the base's network."""
+    base = train("single", 1, "--task", folder / "vectors.py", *OPTIONS, folder=folder / "base")
+    assert base.code == 0, base.err
+    argv = ["--task", folder / "lora.py", *OPTIONS, "--weights", folder / "base/run/best.pt"]
+    whole = train("ddp", 2, *argv, folder=folder / "whole")
+    assert whole.code == 0, whole.err
+    model, start = whole.checkpoint()["model"], base.checkpoint("best.pt")["model"]
+    assert len(model) == 8 and len(whole.checkpoint()["optimizer"]["state"]) == 4
+    assert all(model[name].equal(value) for name, value in start.items())
+    assert all(value.abs().max() > 1e-3 for name, value in model.items() if ".up" in name)
+
+    stop = functools.partial(stop_after, 14)
+    parts = [*argv, "--output-dir", folder / "parts"]
+    assert train("ddp", 2, *parts, folder=folder, patch=stop).code == 143
+    resumed = train("ddp", 2, *parts, "--resume", "auto", folder=folder)
+    assert resumed.code == 0 and "resumed at epoch 2, step " in resumed.out
+    for name, value in resumed.checkpoint()["model"].items():
+        assert value.equal(model[name]), name
+
+    command = [sys.executable, folder / "lora.py", folder / "whole/run/last.pt"]
+    subprocess.run([*command, folder / "merged.pt"], check=True, timeout=60, cwd=folder)
+    merged = torch.load(folder / "merged.pt", weights_only=True)
+    sys.path.insert(0, str(folder))
+    lora, args = runpy.run_path(str(folder / "lora.py")), make_args("single", *map(str, argv))
+    adapted = lora["build_model"](args).double()
+    plain = lora["vectors"].build_model(args).double()
+    x = torch.randn(50, 8, dtype=torch.float64)
+    plain.load_state_dict(start)
+    before = plain(x)
+    adapted.load_state_dict(model)
+    plain.load_state_dict(merged)
+    assert (adapted(x) - before).abs().max() > 0.1
+    assert adapted(x).sub(plain(x)).abs().max() < 1e-12
+
+
+def test_early_stopping_stops_in_the_same_epoch(folder):
+    """In both modes, three epochs after the best one. A resumed run remembers the earlier scores."""
+    argv = ["--task", folder / "early_stopping.py", *OPTIONS, "--epochs", "40"]
+    lines = []
+    for mode, n in (("single", 1), ("ddp", 2)):
+        own = [*argv, "--output-dir", folder / mode]
+        run = train(mode, n, *own, "--patience", "3", folder=folder, patch=checked)
+        assert run.code == 0 and "stopped by SIGUSR1" in run.err, run.err
+        lines.append([line["top1"] for line in run.eval_lines()])
+        best = lines[-1].index(max(lines[-1]))
+        assert 5 < len(lines[-1]) == best + 4 < 40
+        assert run.checkpoint("best.pt")["best"] == (lines[-1][best], best + 1)
+        own += ["--resume", "auto"]
+        longer = train(mode, n, *own, "--patience", "5", folder=folder)
+        assert longer.code == 0 and len(longer.eval_lines()) == best + 6, longer.err
+        evaluated = train(mode, n, *own, "--eval-only", folder=folder)
+        assert evaluated.code == 0, evaluated.err
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.full
+def test_layer_decay_is_that_of_a_plain_program(folder):
+    """With timm's own groups: a rate is the run's, times the group's lr_scale."""
+    timm_optim = pytest.importorskip("timm.optim", reason="timm_layers.py needs timm")
+    argv = ["--task", str(folder / "timm_layers.py"), *OPTIONS, *OF_RECIPE["timm_layers"]]
+    argv += ["--epochs", "1", "--schedule", "constant"]
+    run = train("ddp", 2, *argv, folder=folder)
+    assert run.code == 0, run.err
+    task, args = runpy.run_path(str(folder / "timm_layers.py")), make_args("single", *argv)
+    data = task["build_datasets"](args)[0]
+    torch.manual_seed(0)
+    net = task["build_model"](args).double()
+    no_decay = net.no_weight_decay()  # as its embeddings of positions
+    groups = timm_optim.param_groups_layer_decay(net, 1e-3, no_decay, layer_decay=0.75)
+    assert min(group["lr_scale"] for group in groups) < 0.33
+    optimizer = torch.optim.AdamW(groups)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.003 * group["lr_scale"]
+    for pictures, labels in plain_batches(args, data):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(pictures), labels, label_smoothing=0.1).backward()
+        optimizer.step()
+    assert deviation(run.checkpoint()["model"], net.state_dict()) < 1e-10
+
+
+PICTURES = """
+from vectors import *
+
+class Pictures(torch.utils.data.TensorDataset):
+    def __init__(self, n):
+        x = torch.randn(n, 3, 8, 8, dtype=torch.float64)
+        super().__init__(x, x.mean((2, 3)).argmax(1))
+
+def build_datasets(args):
+    return Mixed(Pictures(80)), Pictures(20)
+
+def build_model(args):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+"""
+
+
+@pytest.mark.full
+def test_mixup_of_torchvision(folder):
+    """On a pair of samples, by the lines of the page. In collate, by those of torchvision's page, it is refused."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    (code,) = re.findall(r"```python\n(from torchvision.*?)```", page, re.DOTALL)
+    (folder / "pairs.py").write_text(f"import torch\n{code}\n{PICTURES}")
+    runs = [
+        train(mode, n, "--task", folder / "pairs.py", *OPTIONS, folder=folder / mode, patch=checked)
+        for mode, n in (("single", 1), ("ddp", 2))
+    ]
+    assert [run.code for run in runs] == [0, 0], runs[0].err + runs[1].err
+    one, two = (run.checkpoint()["model"] for run in runs)
+    assert deviation(two, one) < 1e-10
+    assert distance(one, runs[0].checkpoint("epoch-0001.pt")["model"]) > 1e-3
+    in_collate = "\nMixed = lambda data: data\ndef collate(samples):\n"
+    in_collate += "    return mix(*torch.utils.data.default_collate(samples))\n"
+    (folder / "batch.py").write_text(f"import torch\n{code}\n{PICTURES}{in_collate}")
+    run = train("single", 1, "--task", folder / "batch.py", *OPTIONS, folder=folder, patch=checked)
+    assert run.code == 2 and "draw and mix in __getitem__, not in collate" in run.err, run.err
 
 
 def test_auc_counts_a_tie_as_half(folder):
