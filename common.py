@@ -798,8 +798,8 @@ class State:
 
     def shapes(self) -> dict[str, Any]:
         """Return shape and type of each tensor of the network that is not empty."""
-        own = self.net.state_dict().items()
-        return {n: (v.shape, v.dtype) for n, v in own if isinstance(v, Tensor) and v.numel()}
+        state = self.net.state_dict().items()
+        return {n: (v.shape, v.dtype) for n, v in state if isinstance(v, Tensor) and v.numel()}
 
     def checkpoint(self) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.

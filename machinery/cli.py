@@ -209,6 +209,7 @@ option("--timeout", number(float, 1, 10**9), "SECONDS", 600,
        "stop the job if a rank does not respond for so many seconds")
 # Old launchers pass it; LOCAL_RANK is read instead.
 option("--local-rank", int, None, None, argparse.SUPPRESS)
+option("--local_rank", int, None, None, argparse.SUPPRESS)
 option("--replicas", positive, "N", None,
        "devices (default: all accelerators, or 2 on CPU)", "dp")
 option("--nproc", positive, "N", None,
@@ -263,8 +264,7 @@ def build_parser(mode: str) -> argparse.ArgumentParser:
             continue
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        names = [option.name, "--local_rank"] if option.name == "--local-rank" else [option.name]
-        groups[option.group].add_argument(*names, **option.settings)
+        groups[option.group].add_argument(option.name, **option.settings)
     return parser
 
 

@@ -319,7 +319,6 @@ class Log:
         self.meter = common.Meter(device)
         # On a terminal alone; there the bar shows the training lines.
         self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
-        self.start_times()
 
     def watch(self, loader: DataLoader) -> Iterator[Any]:
         """Yield the loader's batches; measure the time that the loop waits for them."""
@@ -399,12 +398,10 @@ class Log:
         """Write the line of an evaluation; `metrics` as `evaluate` returns them."""
         self.spend("eval_s")
         values = [f"{name} {value:.6f}" for name, value in metrics.items() if name != "count"]
-        epoch = self.state.epoch
-        if self.state.step == 0 and epoch > 0:  # the state counts the epoch as done
-            epoch -= 1
+        counted = self.state.step == 0  # the state counts the epoch as done
         line = {
             "event": "eval",
-            "epoch": epoch,
+            "epoch": max(0, self.state.epoch - counted),
             "global_step": self.state.global_step,
             **metrics,
             **self.spent,

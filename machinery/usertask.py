@@ -175,9 +175,8 @@ class Task:
         if not isinstance(net, nn.Module) or not list(net.parameters()):
             found = type(net).__name__
             raise UsageError(f"{where} must return an nn.Module with parameters, got {found}")
-        for name, module in net.named_modules():
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                continue
+        kinds = nn.Embedding, nn.EmbeddingBag
+        for name, module in [(n, m) for n, m in net.named_modules() if isinstance(m, kinds)]:
             if module.sparse:  # DDP would spoil other gradients
                 problem = f"{name} has sparse gradients, which ranks cannot average"
                 raise UsageError(f"{where}: {problem}; leave out sparse=True")
