@@ -138,7 +138,7 @@ dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; 
 single 1 | --shuffle-window 0 | --shuffle-window: must be a whole number, at least 1, got 0
 ddp 2 | --shuffle-window 4 | --shuffle-window 4 needs a training set with `shards = [n0, n1, ...]`
 single 1 | --shuffle-window 4 --balanced | --shuffle-window 4 and --balanced are two different orders; leave one
-single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
+single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__, which finds a record by its number; to read in sequence: --shuffle-window, examples/recipes/shards.py
 """
 CASES = [line.split(" | ") for line in CASES.strip().splitlines()]
 
