@@ -793,12 +793,26 @@ class State:
     global_step: int = 0
     best: tuple[float, int] | None = None  # score and epoch, which counts from 1
 
+    def __post_init__(self) -> None:
+        self.at_first = self.shapes()
+
+    def shapes(self) -> dict[str, Any]:
+        """Return shape and type of each tensor of the network that is not empty."""
+        own = self.net.state_dict().items()
+        return {n: (v.shape, v.dtype) for n, v in own if isinstance(v, Tensor) and v.numel()}
+
     def checkpoint(self) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.
 
         Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them, and
-        Run.save adds the rest of a checkpoint.
+        Run.save adds the rest of a checkpoint. Raises RuntimeError if a buffer has another shape or
+        type than at first; an empty one may grow, as that of an observer.
         """
+        now = self.shapes()
+        if changed := [name for name, shape in self.at_first.items() if now.get(name) != shape]:
+            problem = f"the forward has changed shape or type of {', '.join(changed)}"
+            advice = "make it in its largest shape, and copy into it"
+            raise RuntimeError(f"{problem}: no new run could load it; {advice}")
         model, average = whole(self.net.state_dict()), whole(self.average.tensors)
         evaluated = copy.copy(model)  # the tensors are in the file once
         if self.average.n_averaged:
@@ -862,10 +876,10 @@ class State:
         state, names = self.optimizer.state_dict(), self.parameter_names()
         numbers = dict(enumerate(names))
         groups = [g | {"params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
-        by_name = {numbers.get(key, key): value for key, value in state["state"].items()}
-        kind = type(self.optimizer).__name__
+        pairs = [(numbers.get(key, key), value) for key, value in state["state"].items()]
         # Sorted: all ranks put sharded tensors together in one order, whatever that of the groups.
-        by_name = {key: by_name[key] for key in sorted(by_name, key=str)}
+        by_name = dict(sorted(pairs, key=lambda pair: str(pair[0])))
+        kind = type(self.optimizer).__name__
         return state | {"kind": kind, "state": by_name, "param_groups": groups}
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:

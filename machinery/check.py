@@ -192,9 +192,12 @@ def compare_halves(
     halves = [run_part(part) for part in (indices[:half], indices[half:]) if part]
     if not half or common.gather_samples.used:
         return whole
-    alike = torch.isclose(whole["loss"], other_draw["loss"], rtol=1e-4, equal_nan=True)
-    if not alike.all():
-        i = int(alike.int().argmin())
+    same = {
+        name: torch.isclose(values, other_draw[name], rtol=1e-4, equal_nan=True)
+        for name, values in whole.items()
+    }
+    if not same["loss"].all():
+        i = int(same["loss"].int().argmin())
         twice = f"{whole['loss'][i]:.6g}, and {other_draw['loss'][i]:.6g} the second time"
         found = f"the loss of sample {indices[i]} of the {kind} set is {twice}"
         advice = "draw in __getitem__, or another number of ranks trains another run"
@@ -208,9 +211,8 @@ def compare_halves(
             problem = "the metrics must have the same names for every batch"
             raise UsageError(f"--task {task.path}: {problem}; only some batches have {only}")
     for name, values in whole.items():
-        drawn = not torch.isclose(values, other_draw[name], rtol=1e-4, equal_nan=True).all()
-        if drawn or (rough and "loss" not in name):
-            continue
+        if not same[name].all() or (rough and "loss" not in name):
+            continue  # drawn, or rounded
         apart = torch.cat([part[name] for part in halves])
         allowed = 1e-6 + TOLERANCE * values.nan_to_num().abs().max().item()
         close = torch.isclose(values, apart, rtol=0, atol=allowed, equal_nan=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import math
 import os
@@ -23,6 +24,7 @@ from common import (
     load_checkpoint,
     resolve_device_type,
 )
+from machinery import process
 from machinery.process import Stopped
 from machinery.rendezvous import follow_launcher, forget_launcher, take_ranks_of_slurm
 from machinery.usertask import as_task_error, load_module
@@ -244,7 +246,10 @@ flag("--check", "try a batch of each set before the run", True)
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
-        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options)")
+        unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
+        near = [difflib.get_close_matches(name, self._option_string_actions, 1) for name in unknown]
+        meant = "".join(f"; did you mean {found[0]}?" for found in near if found)
+        raise UsageError(f"{message.removeprefix('argument ')} (--help lists the options){meant}")
 
     def exit(self, status: int = 0, message: str | None = None) -> None:
         raise Stopped(status, "")  # after --help
@@ -358,7 +363,7 @@ def parse_args(
             check_loadable(getattr(args, name))  # a checkpoint holds it
     if mode == "spawn":
         check_nodes(args)
-    check_devices(args, mode, devices, launched)
+    process.this_run = args, *check_devices(args, mode, devices, launched)
     check_values(args, mode)
     try:
         check_files(args)
@@ -377,8 +382,13 @@ def check_nodes(args: argparse.Namespace) -> None:
         raise UsageError(f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}")
 
 
-def check_devices(args: argparse.Namespace, mode: str, devices: int | None, launched: bool) -> None:
-    """Translate srun's variables; count the devices, and check that they exist and get samples."""
+def check_devices(
+    args: argparse.Namespace, mode: str, devices: int | None, launched: bool
+) -> tuple[int, int]:
+    """Return the number of devices, and of those on this machine; check that they get samples.
+
+    It translates srun's variables.
+    """
     by_srun = launched and take_ranks_of_slurm()
     device_type = resolve_device_type(args.device)
     available = 1 if device_type == "cpu" else torch.accelerator.device_count()
@@ -403,6 +413,7 @@ def check_devices(args: argparse.Namespace, mode: str, devices: int | None, laun
     size = getattr(args, "shard_size", None) or world_size
     if world_size % size != 0:
         raise UsageError(f"--shard-size {size} must divide the number of devices, {world_size}")
+    return world_size, here
 
 
 def check_values(args: argparse.Namespace, mode: str) -> None:

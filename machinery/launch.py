@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -31,8 +32,9 @@ if __name__ == "__main__":
 
 import torch.multiprocessing as mp
 
+from machinery import process as this_process
 from machinery.cli import parse_args
-from machinery.process import FAILED, GRACE, run_main, tell
+from machinery.process import FAILED, GRACE, leave, run_main, tell
 from machinery.rendezvous import stay_on_this_machine, use_interface_to
 from machinery.signals import SIGNALS, handle_signals
 from sampling import end_with_parent
@@ -67,10 +69,15 @@ def wait_for(processes: list) -> int:
             deadline = min(deadline, time.monotonic() + GRACE)
         if time.monotonic() > deadline or 2 in ended:  # 2: bad input; the others may wait
             break
-    for process, code in zip(processes, ended):
-        if code is None:
-            process.kill()
-            process.wait() if hasattr(process, "wait") else process.join()
+    left = {rank: process for rank, process in enumerate(processes) if ended[rank] is None}
+    if left and 2 not in ended:
+        for process in left.values():
+            os.kill(process.pid, signal.SIGUSR2)  # it prints where it hangs
+        time.sleep(1)
+        tell(f"process {', '.join(map(str, left))} did not end; its stack is above")
+    for process in left.values():
+        process.kill()
+        process.wait() if hasattr(process, "wait") else process.join()
     code, cause = diagnose(ended, received)
     tell(cause)
     return code
@@ -95,7 +102,8 @@ def diagnose(ended: list[int | None], received: list[int]) -> tuple[int, str]:
             name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
             if -code in received:
                 return 128 - code, f"stopped by {name} with nothing new to save"
-            return 1, f"process {rank} was killed by {name}"
+            often = ", often because memory was short: see dmesg" if name == "SIGKILL" else ""
+            return 1, f"process {rank} was killed by {name}{often}"
     for rank, code in codes.items():
         if code != FAILED:  # as by os._exit in a task
             return 1, f"process {rank} left before the end, with exit code {code}"
@@ -112,6 +120,10 @@ def workers_meet_at(args: Namespace) -> Iterator[str]:
     Signals wait from here until `wait_for` listens: a Python that is starting would answer Ctrl-C
     with a traceback.
     """
+    # A spawned process imports the file that has called main, which would call it again.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        tell("error: put what calls main under: if __name__ == '__main__':")
+        leave(2)
     multiprocessing.resource_tracker.ensure_running()  # it would unblock the signals again
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ["LAUNCH_PID"] = str(os.getpid())
@@ -136,6 +148,7 @@ def run_worker(
     rank = args.node_rank * args.nproc + local_rank
     ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": args.nproc}
     os.environ.update({name: str(value) for name, value in ranks.items()})
+    this_process.this_run = args, args.nnodes * args.nproc, args.nproc
     sys.exit(run_main(functools.partial(worker, local_rank, args, *arguments)))
 
 

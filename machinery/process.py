@@ -7,9 +7,11 @@ import contextlib
 import faulthandler
 import os
 import resource
+import shlex
 import signal
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,12 +28,18 @@ ADVICE = {
     "find_unused_parameters=True": (
         "some parameters took no part in the last loss: add --find-unused-parameters"
     ),
+    "Timed out waiting": (
+        "rank {rank} waited {run[0].timeout:g} s (--timeout) for another rank, which did not "
+        "answer: see docs/hang.md"
+    ),
     "marked as ready twice": "give each checkpoint() use_reentrant=False",
     "element 0 of tensors does not require grad": (
         "the loss of a micro-batch does not depend on the model: add 0 * outputs.sum() to it"
     ),
 }
 is_program = False  # run_main sets it; it stays False where a notebook calls main
+# The options of the run of this process, its number of devices, and of those on this machine.
+this_run: tuple[Namespace, int, int] | None = None
 
 
 class Stopped(Exception):
@@ -133,8 +141,10 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
     if dist.is_initialized():  # not in the except block: the exception held main's DDP
         dist.barrier()  # rank 0 has saved, and nobody waits any more
         dist.destroy_process_group()
-    if reason and os.environ.get("LOCAL_RANK", "0") == "0":
-        tell(f"{reason} (exit code {code})")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell(f"{reason} (exit code {code})" if reason else "")
+        if reason or code:
+            tell_way_on(code)
     if hard_exit:
         atexit._run_exitfuncs()  # of the task and its libraries
         leave(code)
@@ -147,10 +157,37 @@ def fail(error: BaseException) -> NoReturn:
         meaning = f"the run was left before its end, by sys.exit({error.code!r})"
     else:
         meaning = next((advice for words, advice in ADVICE.items() if words in str(error)), "")
+        meaning = meaning.format(rank=os.environ.get("RANK"), run=this_run)
     if first_to_fail():
         traceback.print_exception(error)
         tell(meaning)
-    leave(FAILED if {"LAUNCH_PID", "RANK"} <= os.environ.keys() else 1)
+        tell_way_on(1)
+    leave(FAILED if has_launcher() else 1)
+
+
+def has_launcher() -> bool:
+    """Return whether this process is a rank that machinery/launch.py or train_spawn.py started."""
+    return {"LAUNCH_PID", "RANK"} <= os.environ.keys()
+
+
+def tell_way_on(code: int) -> None:
+    """Print the command that goes on after this exit code, if something was saved.
+
+    On stdout: the last line of stderr stays the reason. A rank leaves it to its launcher, but for
+    code 0, after which a launcher says nothing.
+    """
+    silent = code == 2 or (code and has_launcher())
+    if not silent and this_run and Path(this_run[0].output_dir, "last.pt").exists():
+        directory = shlex.quote(this_run[0].output_dir)
+        print(f"to go on: {command(f'--output-dir {directory} --resume auto')}", flush=True)
+
+
+def command(options: str) -> str:
+    """Return the command that resumes this run with these options; a checkpoint has all others."""
+    args, devices, here = this_run
+    if devices > here:
+        return f"the same command with {options}"  # on each machine
+    return f"bash run.sh {args.parallel_mode} {devices} {options}"
 
 
 def first_to_fail() -> bool:

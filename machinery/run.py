@@ -37,7 +37,7 @@ from common import (
 )
 from machinery.cli import check_directory, declared
 from machinery.identity import check_agreement, fingerprint, identity
-from machinery.process import Stopped, bad_input
+from machinery.process import Stopped, bad_input, command
 from machinery.signals import SIGNALS, StopSignal
 from machinery.usertask import as_task_error
 from sampling import GlobalBatchSampler
@@ -75,7 +75,7 @@ class Run:
         self.directory = Path(args.output_dir)
         self.config = declared(args)
         devices = common.get_world_size() * getattr(args, "replicas", 1)
-        self.log = Log(state, self.sampler, device, args.epochs, devices)
+        self.log = Log(state, self.sampler, device, args, devices)
         self.meter = self.log.meter  # the loop adds to it
         self.data, self.hashes = identity(train_loader.dataset, val_loader.dataset)
         self.patient = common.patient_group()  # a slow disk may keep rank 0 for long
@@ -242,7 +242,7 @@ class Run:
             path, (score, epoch) = self.directory / "best.pt", state.best
             print0(f"best {name} {score:.6f}, in epoch {epoch}: {path}")
             options = f"--eval-only --resume {shlex.quote(str(path))}"
-            print0(f"to evaluate it: {self._command(options)}")
+            print0(f"to evaluate it: {command(options)}")
         elif state.epoch == self.args.epochs:
             print0(f"no best.pt: in no epoch {name} and the weights were finite")
 
@@ -280,18 +280,7 @@ class Run:
         name, step = self.stopping.name, self.state.global_step
         if self.log.bar:
             self.log.bar.close()  # else its line would go on with the next one
-        if self.files:
-            directory = shlex.quote(str(self.files.directory))
-            options = f"--output-dir {directory} --resume auto"
-            print(f"to go on: {self._command(options)}", flush=True)
         raise Stopped(SIGNALS[self.stopping], f"stopped by {name} after saving step {step}")
-
-    def _command(self, options: str) -> str:
-        """Return the command that resumes this run; the checkpoint has all other options."""
-        local = os.environ.get("LOCAL_WORLD_SIZE")
-        if local and int(local) < common.get_world_size():  # on several machines
-            return f"the same command with {options}"
-        return f"bash run.sh {self.args.parallel_mode} {self.log.devices} {options}"
 
     def finish(self) -> None:
         """Wait for all ranks, and close the files."""
@@ -322,11 +311,11 @@ class Log:
         state: State,
         sampler: GlobalBatchSampler,
         device: torch.device,
-        epochs: int,
+        args: Namespace,
         devices: int,
     ) -> None:
         self.state, self.sampler, self.device = state, sampler, device
-        self.epochs, self.devices = epochs, devices
+        self.args, self.devices = args, devices
         self.meter = common.Meter(device)
         # On a terminal alone; there the bar shows the training lines.
         self.shows_bar = get_rank() == 0 and sys.stdout.isatty() and sys.stderr.isatty()
@@ -339,7 +328,7 @@ class Log:
         self.bar = tqdm(
             total=self.sampler.steps_per_epoch,
             initial=self.state.step,
-            desc=f"epoch {self.state.epoch + 1}/{self.epochs}",
+            desc=f"epoch {self.state.epoch + 1}/{self.args.epochs}",
             leave=False,
             dynamic_ncols=True,
             disable=not self.shows_bar,
@@ -353,16 +342,21 @@ class Log:
         self.bar.close()
 
     def _print_header(self, loader: DataLoader) -> None:
-        sampler, net = self.sampler, self.state.net
-        size = sum(parameter.numel() for parameter in net.parameters())
+        sampler, state, args = self.sampler, self.state, self.args
+        size = sum(parameter.numel() for parameter in state.net.parameters())
         share = math.ceil(sampler.batch_size / (sampler.accum_steps * self.devices))
+        group, never = state.optimizer.param_groups[0], args.warmup_epochs >= args.epochs
         print0(
             f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: "
-            f"{type(net).__name__.removeprefix('FSDP')}, {size:,} parameters; "
+            f"{type(state.net).__name__.removeprefix('FSDP')}, {size:,} parameters; "
             f"loader workers per process: {loader.num_workers}\n"
             f"{sampler.length} training samples: {sampler.steps_per_epoch} "
             f"steps per epoch; a step: {sampler.batch_size} samples, "
-            f"{sampler.accum_steps} x up to {share} samples on each device"
+            f"{sampler.accum_steps} x up to {share} samples on each device\n"
+            f"{type(state.optimizer).__name__}: weight decay {group.get('weight_decay', 0):g}, "
+            f"peak lr {group['initial_lr']:g}; {args.schedule} after a warm-up of "
+            f"{args.warmup_epochs:g} of {args.epochs} epochs"
+            f"{', so that it never reaches the peak' if never else ''}"
         )
 
     def train_line(self, grad_norm: Tensor) -> None:
@@ -425,7 +419,7 @@ class Log:
         if line["event"] == "train" and not self.bar.disable:
             self.bar.set_postfix_str(text.partition("  ")[2])  # without the step, which it shows
         else:
-            print(f"epoch {line['epoch'] + 1}/{self.epochs}  {text}", flush=True)
+            print(f"epoch {line['epoch'] + 1}/{self.args.epochs}  {text}", flush=True)
 
 
 # ------------------------------------------------------------------------------- the files of a run
@@ -536,7 +530,8 @@ class RunFiles:
         parts = checkpoint["model"], checkpoint["average"]["tensors"]
         bad = [n for part in parts for n in parameters if n in part and has_non_finite(part[n])]
         if bad:
-            return f"non-finite values in {', '.join(bad[:5])}"
+            advice = "a mask, infinite on purpose, must be a buffer"
+            return f"non-finite values in {', '.join(bad[:5])}; {advice}"
         os.fsync(self.metrics_file.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
         return ""

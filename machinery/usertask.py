@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import common
 from common import UsageError, freeze, load_weights, print0, read_tensors
@@ -63,6 +63,7 @@ def open_files() -> set[str]:
 
 
 def warn_of_names(folder: str) -> None:
+    """Warn of files beside the task whose names the project has too: ours are imported."""
     for name in ("task", "common", "sampling"):
         if Path(folder, f"{name}.py").exists():
             problem = "cannot be imported: the project has such a file"
@@ -93,13 +94,12 @@ class Task:
         self.args, self.path = args, Path(args.task)
         # A spawned process has not parsed the command line.
         module = loaded.get(self.path) or load_module(self.path)
-        found = {name: getattr(module, name, None) for name in (*REQUIRED, *OPTIONAL)}
-        self.functions = {name: value for name, value in found.items() if callable(value)}
+        self.globals, names = vars(module), (*REQUIRED, *OPTIONAL)
+        self.functions = {n: f for n, f in self.globals.items() if n in names and callable(f)}
         if missing := [name for name in REQUIRED if name not in self.functions]:
             problem = f"must define {', '.join(REQUIRED)}; missing: {', '.join(missing)}"
             raise UsageError(f"--task {self.path} {problem}")
         self.functions = {n: self._with_options(n, f) for n, f in self.functions.items()}
-        self.globals = vars(module)
         self.per_sample_loss = self.functions["per_sample_loss"]
         self.per_sample_metrics = self.functions["per_sample_metrics"]
         # These are None if the task has no such function.
@@ -136,6 +136,9 @@ class Task:
                 advice = "it needs __len__ and __getitem__, which finds a record by its number"
                 advice += "; to read in sequence: --shuffle-window, examples/recipes/shards.py"
                 raise UsageError(f"--task {self.path}: an IterableDataset has no order; {advice}")
+            if any(isinstance(data, DataLoader) for data in (train_set, val_set)):
+                advice = "return the data sets: the script makes the loaders"
+                raise UsageError(f"--task {self.path}: build_datasets made a DataLoader; {advice}")
             len(train_set), len(val_set)  # raises if a set has no length
         if hasattr(train_set, "set_epoch"):
             advice = "draw in __getitem__, where each sample has its own seed in each epoch"
@@ -226,10 +229,8 @@ class Task:
             if any(group["lr"] is None for group in optimizer.param_groups):
                 raise UsageError(f"{where}: lr is None; give a number, which --schedule scales")
             if hasattr(optimizer, "eval") and len(net._forward_pre_hooks) == hooks:
-                advice = "docs/recipes.md has a hook that calls it, as no script does"
-                print0(
-                    f"warning: {where}: the optimizer has eval(), as schedule-free ones; {advice}"
-                )
+                problem = "the optimizer has eval(), which no script calls"
+                print0(f"warning: {where}: {problem}; docs/recipes.md has a hook that does")
             common.make_momentum(optimizer)
         parts = {id(p) for group in optimizer.param_groups for p in group["params"]}
         trained = {id(p) for p in net.parameters() if p.requires_grad}

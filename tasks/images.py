@@ -342,10 +342,14 @@ def per_sample_loss(outputs: Tensor, targets: Tensor, *, label_smoothing: float)
 
 
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return 1.0 where the label is the best guess (top1) or among the best five (top5); [n]."""
+    """Return 1.0 where the label is the best guess (top1) or among the best five (top5); [n].
+
+    Of five classes or fewer there is no top5.
+    """
     guesses = outputs.topk(min(5, outputs.shape[1]), dim=1).indices
     hits = (guesses == targets.unsqueeze(1)).float()
-    return {"top1": hits[:, 0], "top5": hits.sum(1)}
+    found = {"top1": hits[:, 0], "top5": hits.sum(1)}
+    return found if outputs.shape[1] > 5 else {"top1": found["top1"]}
 
 
 train_metrics = per_sample_metrics  # in the training log too

@@ -120,6 +120,7 @@ class Launch:
         own = {"LAUNCH_MARK": str(folder), "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **own, **environment}
         environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
+        self.lines: list[str] = []  # of stdout, that wait_for has read
         self.err = open(folder / "err", "w+")  # noqa: SIM115
         if "--output-dir" not in options:
             options = (*options, "--output-dir", str(folder / "run"))
@@ -141,6 +142,7 @@ class Launch:
 
     def wait_for(self, pattern: str) -> None:
         for line in self.process.stdout:
+            self.lines.append(line)
             if re.search(pattern, line):
                 return
         raise AssertionError(f"the run ended before it printed {pattern}: {self.errors()}")

@@ -57,6 +57,7 @@ TASKS = {
     + "    return nn.utils.rnn.pack_sequence(inputs, False), torch.tensor(targets) % 10\n"
     + MODEL
     + "super().forward(torch.zeros(len(images.unsorted_indices), 64))\nbuild_model = Net\n",
+    "data-loaders": DATA + "[torch.utils.data.DataLoader([(torch.zeros(1), 0)])] * 2\n",
     "data-stream": "class Stream(torch.utils.data.IterableDataset): __iter__ = None\n"
     + DATA
     + "Stream(), Stream()\n",
@@ -92,6 +93,8 @@ single 1 | --no-such-option | unrecognized arguments: --no-such-option
 single 1 | --batch 32 | unrecognized arguments: --batch 32 (--help lists the options)
 dp 2 | --compile | --compile does not follow nn.DataParallel
 dp 2 | --sync-bn | --sync-bn does not work in nn.DataParallel
+single 1 | --task TMP/data-loaders.py | build_datasets made a DataLoader; return the data sets: the script makes the loaders
+single 1 | --batch_size 32 | unrecognized arguments: --batch_size 32 (--help lists the options); did you mean --batch-size?
 single 1 | --task TMP/none.py | --task TMP/none.py: no such file
 single 1 | --task TMP/three.py | missing: per_sample_metrics
 single 1 | --task TMP/syntax.py | --task TMP/syntax.py ... SyntaxError

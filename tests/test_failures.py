@@ -4,6 +4,7 @@ import fcntl
 import functools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,8 +120,22 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
     assert result.code == 1 and "the run was left before its end" in result.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("step", "said"), [(0, False), (3, True)])
+def test_run_that_failed_says_how_to_go_on_if_it_has_saved(step, said, tmp_path):
+    patch = functools.partial(call_in_task, "per_sample_loss", step, fail_with_words, 0)
+    result = train("single", 1, *BASE, "--save-every", "1", folder=tmp_path, patch=patch)
+    assert result.code == 1 and result.err.endswith("RuntimeError: broken on purpose\n")
+    command = f"to go on: bash run.sh single 1 --output-dir {tmp_path}/run --resume auto\n"
+    assert result.out.endswith(command) == said, result.out
+
+
+def fail_with_words():
+    raise RuntimeError("broken on purpose")
+
+
 FAILED = machinery.process.FAILED
 TERM, ABORTED = signal.SIGTERM, -signal.SIGABRT
+KILLED = "process 1 was killed by SIGKILL, often because memory was short: see dmesg"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +146,7 @@ TERM, ABORTED = signal.SIGTERM, -signal.SIGABRT
         ([None, 2], [], (2, "")),
         ([3, FAILED], [], (3, "")),
         ([FAILED, FAILED, None], [], (1, "")),  # who failed has told why
-        ([FAILED, -9, None], [], (1, "process 1 was killed by SIGKILL")),
+        ([FAILED, -9, None], [], (1, KILLED)),
         ([143, -9, 143], [TERM], (143, "")),
         ([-15, -15], [TERM], (143, "stopped by SIGTERM with nothing new to save")),
         ([FAILED, -15], [], (1, "process 1 was killed by SIGTERM")),
@@ -170,7 +185,8 @@ def test_rank_that_hangs_while_the_others_end_is_killed(code, monkeypatch):
     monkeypatch.setattr(machinery.launch, "GRACE", 0.2)
     processes = [Rank(code), Rank(None)]
     assert machinery.launch.wait_for(processes) == (1 if code == FAILED else code)
-    assert [process.killed for process in processes] == [False, True] and sent == [TERM]
+    assert [process.killed for process in processes] == [False, True]
+    assert sent == [TERM, signal.SIGUSR2], "by which it prints where it hangs"
 
 
 def test_refused_input_ends_the_other_ranks_at_once(monkeypatch):
@@ -211,11 +227,14 @@ def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(tmp_path):
     environment = {"FAULT": "is killed", "FAULT_AT": faults.sample_at(1, 50)}
     environment |= {"FAULT_ONCE": str(tmp_path / "once"), "PYTHONPATH": str(TASKS)}
     command = ["bash", "run.sh", "ddp", "2", *FAULTY]
-    with Launch(command, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
+    with Launch(command, tmp_path, **environment) as launch:
+        launch.wait_for("^to go on: ")
+        *_, line = launch.lines
         assert launch.end() == 1, launch.errors()
-        assert launch.errors().endswith("\ntrain_ddp.py: process 1 was killed by SIGKILL\n")
+        assert launch.errors().endswith(f"\ntrain_ddp.py: {KILLED}\n")
     assert (tmp_path / "once").exists()
-    again = [*command, "--resume", "auto"]
+    again = shlex.split(line.removeprefix("to go on: "))
+    assert again[:4] == command[:4] and again[-2:] == ["--resume", "auto"]
     with Launch(again, tmp_path, stdout=subprocess.DEVNULL, **environment) as launch:
         assert launch.end() == 0, launch.errors()
     reference = undisturbed("ddp", 2, *FAULTY)

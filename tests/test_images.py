@@ -375,3 +375,10 @@ def test_label_smoothing_reaches_the_loss():
         losses = machinery.usertask.Task(args).per_sample_loss(outputs, targets)
         expected = -(1 - smoothing) * logs[torch.arange(5), targets] - smoothing * logs.mean(1)
         assert torch.allclose(losses, expected, atol=1e-6)
+
+
+def test_top5_is_shown_where_there_are_more_than_five_classes():
+    for classes, names in ((5, ["top1"]), (6, ["top1", "top5"])):
+        outputs = torch.arange(float(classes)).expand(2, classes)
+        metrics = task.per_sample_metrics(outputs, torch.tensor([classes - 1, 1]))
+        assert list(metrics) == names and metrics["top1"].tolist() == [1, 0]

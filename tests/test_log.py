@@ -130,7 +130,7 @@ def test_printed_line_is_what_was_logged(clock, tmp_path, capsys):
                 run.state.scaler.skipped += 1
             make_step(run, losses)
         run.state.epoch, run.state.step = run.state.epoch + 1, 0
-    _, _, *rest = capsys.readouterr().out.splitlines()  # two lines about the whole run
+    _, _, _, *rest = capsys.readouterr().out.splitlines()  # three lines about the whole run
     printed, lines = [figures(line) for line in rest], log_of(tmp_path)
     assert len(printed) == len(lines) == 6
     for shown, line in zip(printed, lines):
@@ -189,13 +189,17 @@ def test_header_says_what_runs_where(tmp_path):
     argv = (*SMALL, "--batch-size", "62", "--accum-steps", "2", "--epochs", "1", "--workers", "1")
     result = train("ddp", 3, *argv, folder=tmp_path)
     assert result.code == 0, result.err
-    first, second = result.out.splitlines()[1:3]
+    first, second, third = result.out.splitlines()[1:4]
     size = sum(value.numel() for value in result.checkpoint()["model"].values())
     where = f" on 3 x cpu: DigitNet, {size:,} parameters; loader workers per process: 1"
     assert first.endswith(where)
     assert second == (
         "203 training samples: 3 steps per epoch; a step: 62 samples, "
         "2 x up to 11 samples on each device"
+    )
+    assert third == (
+        "SGD: weight decay 0.001, peak lr 0.1; cosine after a warm-up of 2 of 1 epochs, so that "
+        "it never reaches the peak"
     )
 
 

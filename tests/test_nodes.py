@@ -30,7 +30,7 @@ SCRIPT = str(ROOT / "train_ddp.py")
 
 
 def torchrun(address, rank, nproc):
-    """The command line of the static form, as README has it."""
+    """The command line of the static form, as docs/multinode.md has it."""
     nodes = f"--nnodes=2 --node-rank={rank} --nproc-per-node={nproc}"
     place = f"--master-addr={address} --master-port={PORT}"
     return [sys.executable, *f"-m torch.distributed.run {nodes} {place}".split(), SCRIPT]

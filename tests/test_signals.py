@@ -339,7 +339,7 @@ def test_stop_that_could_not_be_saved_says_so(handlers, tmp_path):
         make_step(run, [1.0])
     assert stopped.value.code == 3, "nothing that was lost is called done"
     assert stopped.value.reason.startswith("diverged: step 1 is not saved")
-    assert stopped.value.reason.endswith("non-finite values in weight")
+    assert "non-finite values in weight;" in stopped.value.reason
     assert not (run.files.directory / "last.pt").exists()
 
 

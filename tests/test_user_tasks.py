@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 from argparse import Namespace
@@ -14,7 +15,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from harness import TASKS, check, compare, deviation, make_args, run_processes, train
+from harness import ROOT, TASKS, check, compare, deviation, make_args, run_processes, train
 from patches import checked
 from short_runs import ODD
 
@@ -132,6 +133,20 @@ def test_main_can_be_called_from_a_notebook_or_a_thread_and_leaves_no_trace(tmp_
     target = functools.partial(call_main_again_and_again, tmp_path)
     ((code, _, err),) = run_processes([target], tmp_path)
     assert code == 0, err
+
+
+def test_spawn_from_a_script_without_a_main_guard_says_so_in_one_line(tmp_path):
+    """Each process that is spawned imports the script, and would start processes of its own."""
+    script = tmp_path / "mine.py"
+    script.write_text("import train_spawn\ntrain_spawn.main(['--nproc', '2', '--epochs', '1'])\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, script, "--output-dir", tmp_path / "run"]
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    lines = done.stderr.splitlines()
+    assert {*lines} == {"mine.py: error: put what calls main under: if __name__ == '__main__':"}
+    assert not (tmp_path / "runs").exists()
 
 
 def call_main_after_a_stop(folder):

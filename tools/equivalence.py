@@ -25,11 +25,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import harness
 import torch
+from made_data import make_text
 
 import common
 import sampling
+import tasks.gpt
 
-TASKS = ROOT / "tests" / "tasks", ROOT / "examples" / "recipes"
+TASKS = ROOT / "tests" / "tasks", ROOT / "examples" / "recipes", ROOT / "tasks"
 MODES = [("dp", n) for n in (2, 3, 4)] + [("ddp", n) for n in (1, 2, 3, 4)]
 MODES += [("spawn", n) for n in (2, 3)] + [("fsdp", n) for n in (1, 2, 3, 4)]
 RANKS = [mode for mode in MODES if mode[0] != "dp"]
@@ -49,6 +51,8 @@ NESTED = "nested --lr 0.05"
 WORDS, PIXELS = "sentences --lr 3", "segmentation --lr 0.3"
 BOXES, GRAPHS, PACKED = (f"{name} --lr 0.1" for name in ("boxes", "graphs", "packed"))
 CONTRAST = "contrast --lr 0.5"
+# TEXT is a directory of tokens, which measure_all makes. One matrix is the first layer and the last
+GPT = "gpt --data-dir TEXT --context 16 --layers 2 --heads 2 --width 16 --samples 203 --lr 0.005"
 LONGER = "--batch-size 13 --epochs 5 --schedule cosine --warmup-epochs 0"
 
 
@@ -188,6 +192,9 @@ FEATURES = [Feature(*line.split(":")) for line in PLAIN.split("\n") if line] + [
     Feature("an LSTM on packed sequences", LONGER, PACKED, modes=RANKS),
     Feature("samples compared", LONGER, CONTRAST, modes=RANKS),
     Feature("samples compared, accumulation 3", f"{LONGER} --accum-steps 3", CONTRAST, modes=RANKS),
+    Feature("a language model", "", GPT),
+    Feature("a language model, clipping, accumulation 3", "--clip-grad-norm 1 --accum-steps 3", GPT),
+    Feature("a language model, compiled", "--compile", GPT, WITHOUT, [("ddp", 2), ("fsdp", 2)]),
     Feature("dropout", "", DROPOUT, same_pieces),
     Feature("dropout, accumulation 2", "--accum-steps 2", DROPOUT, same_pieces),
     Feature(REPLICA, "", BATCHNORM, same_pieces),
@@ -201,6 +208,7 @@ FEATURES = [Feature(*line.split(":")) for line in PLAIN.split("\n") if line] + [
     Feature("gradients sent in bf16", "--grad-compress bf16", ROUNDED, WITHOUT, SEVERAL_RANKS, BF16_HOOK),
     Feature("gradients sent in fp16", "--grad-compress fp16", ROUNDED, WITHOUT, SEVERAL_RANKS, FP16_HOOK),
     Feature("computed in bf16 (AMP)", "--dtype float32 --amp bf16", ROUNDED, bound=BF16_COMPUTE),
+    Feature("a language model in bf16 (AMP)", "--dtype float32 --amp bf16", GPT, modes=RANKS, bound=BF16_COMPUTE),
 ]
 # fmt: on
 
@@ -268,7 +276,8 @@ def prepare(job: Job, folder: Path, patch: Callable | None, rank: int) -> None:
 def train(job: Job, scratch: Path, patch: Callable | None = None) -> harness.Result:
     folder = Path(tempfile.mkdtemp(dir=scratch))
     name, *argv = job.options.split()
-    (task,) = (path for tasks in TASKS for path in tasks.glob(f"{name}.py"))
+    (task,) = (path for place in TASKS for path in place.glob(f"{name}.py"))
+    argv = [str(scratch / "text") if word == "TEXT" else word for word in argv]
     argv = [job.mode, job.n, "--task", str(task), *argv]
     prepared = functools.partial(prepare, job, folder, patch)
     return harness.train(*argv, folder=folder, patch=prepared, timeout=240)
@@ -359,6 +368,8 @@ def measure_all(only: str, patch: Callable | None = None) -> list[Cell]:
     ]
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as pool:
         scratch = Path(name)
+        make_text(scratch / "text.txt", 30_000)
+        tasks.gpt.prepare(scratch / "text.txt", scratch / "text")
         jobs = dict.fromkeys(
             job for cell in wanted for job in cell[0].reference(*cell) if job is not None
         )

@@ -1,7 +1,7 @@
 """Writes the parts of docs/ that come from the code: `python tools/readme.py [FILE.json]`.
 
-docs/lesson.md, docs/options.md, and docs/equivalence.md from the file of
-`bash run.sh equivalence --json FILE.json`. A test fails when they are stale.
+docs/lesson.md, docs/options.md, the script in docs/copy.md, and docs/equivalence.md from the file
+of `bash run.sh equivalence --json FILE.json`. A test fails when they are stale.
 """
 
 import argparse
@@ -146,6 +146,13 @@ def main(argv: list[str]) -> None:
         )
     (DOCS / "lesson.md").write_text(text)
     (DOCS / "options.md").write_text(options_page())
+    script = (ROOT / "examples" / "own_loop_ddp.py").read_text()
+    block = f"<!-- own_loop_ddp.py -->\n```python\n{script}```\n<!-- end -->"
+    text = (DOCS / "copy.md").read_text()
+    text = re.sub(
+        r"<!-- own_loop_ddp.py -->.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL
+    )
+    (DOCS / "copy.md").write_text(text)
     if argv:
         table = equivalence_table(json.loads(Path(argv[0]).read_text()))
         block = "\n".join(["<!-- equivalence -->", *table, "<!-- end -->"])
