@@ -197,8 +197,8 @@ class ShardSampler(Sampler):
             raise UsageError("the evaluation set is empty")
         self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
         self.steps = range(0, length, self.batch_size)[rank::world_size]  # where each begins
-        of_rank_0 = len(range(0, length, self.batch_size)[::world_size])
-        self.missing = of_rank_0 - len(self.steps)  # 1 if this rank has a batch less, else 0
+        # 1 if this rank has a batch less than rank 0, else 0.
+        self.missing = len(range(0, length, self.batch_size)[::world_size]) - len(self.steps)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -309,9 +309,10 @@ def build_loader(
                 with contextlib.suppress(torch.OutOfMemoryError):  # too large: it stays here
                     keyed.dataset = dataset.to(device)
                     workers = 0  # the batches are made on the device
-    options: dict[str, Any] = {"collate_fn": lambda batch: batch}  # KeyedDataset puts it together
-    # What lies on the device already cannot be pinned.
-    options["pin_memory"] = device.type != "cpu" and keyed.dataset is dataset
+    options: dict[str, Any] = {
+        "collate_fn": lambda batch: batch,  # KeyedDataset has put it together
+        "pin_memory": device.type != "cpu" and keyed.dataset is dataset,  # not yet on the device
+    }
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": be_worker}
