@@ -41,8 +41,9 @@ class GlobalBatchSampler(Sampler):
 
     With accumulation each micro-batch is cut among the ranks: together they hold the samples that
     a single device has in it. `balanced` draws an epoch with replacement instead, each class of
-    `dataset.targets` equally often on average. `set_position` names the epoch and the step to
-    start at: what a resumed run skips is never loaded.
+    `dataset.targets` equally often on average. `window` is for data in files that are read in
+    sequence: WindowedOrder. `set_position` names the epoch and the step to start at: what a resumed
+    run skips is never loaded.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class GlobalBatchSampler(Sampler):
         balanced: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        window: int | None = None,
     ) -> None:
         self.length = length = len(dataset)
         if batch_size > length:
@@ -69,6 +71,7 @@ class GlobalBatchSampler(Sampler):
         self.slices = [np.array_split(places, world_size)[rank] for places in micro_batches]
         self.steps_per_epoch = length // batch_size
         self.classes = class_numbers(dataset) if balanced else None
+        self.windows = (shard_sizes(dataset, window, balanced), window) if window else None
         self.set_position(0, 0)
 
     def set_position(self, epoch: int, step: int) -> None:
@@ -78,7 +81,9 @@ class GlobalBatchSampler(Sampler):
         return len(self.steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[list[int]]]]:
-        if self.steps:  # start_workers asks for none
+        if self.windows:
+            order = WindowedOrder(*self.windows, self.seed, self.epoch)
+        elif self.steps:  # start_workers asks for none
             order = epoch_order(self.length, self.seed, self.epoch, self.classes)
         for step in self.steps:
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]
@@ -92,8 +97,8 @@ def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) 
     that comes again has the number index + length, then index + 2 length, ...: it is augmented
     anew. numpy has frozen the stream of RandomState: every version draws the same.
     """
-    key = splitmix64(seed, epoch, -1)  # -1: seed_rng never has this key
-    generator = np.random.RandomState([key >> 32, key % 2**32])
+    # -1: seed_rng never has this key.
+    generator = np.random.RandomState(divmod(splitmix64(seed, epoch, -1), 2**32))
     if classes is None:
         return generator.permutation(length)
     by_class, sizes = classes.argsort(kind="stable"), np.bincount(classes)
@@ -105,6 +110,60 @@ def epoch_order(length: int, seed: int, epoch: int, classes: np.ndarray | None) 
     times = np.empty_like(order)  # how often it came before: its place among its copies, from 0
     times[sorting] = np.arange(length) - np.searchsorted(in_order, in_order)
     return order + length * times
+
+
+class WindowedOrder:
+    """The order of an epoch for data in shards, as tar files, of which few are open at a time.
+
+    The shards come in a random order. `window` of them in a row are mixed, then the next ones. So
+    who reads an epoch from its start loads each shard once, and keeps `window` of them.
+
+    order[a:b] is int64 [b - a], as if this were an array of the whole epoch. It makes only the
+    windows that it touches, each from a seed of its own: a resumed run may begin anywhere.
+    """
+
+    def __init__(self, sizes: np.ndarray, window: int, seed: int, epoch: int) -> None:
+        self.window, self.key = window, (seed, epoch, -1)
+        self.sizes, self.firsts = sizes, sizes.cumsum() - sizes  # firsts: a shard's first sample
+        self.shards = self.generator().permutation(len(sizes))
+        ends = sizes[self.shards].cumsum()
+        self.starts = np.append(0, ends)[::window]  # where in the order each window begins
+        self.mixed = functools.lru_cache(2)(self.mix)  # a batch may reach into the next window
+
+    def generator(self, *more: int) -> np.random.RandomState:
+        return np.random.RandomState(divmod(splitmix64(*self.key, *more), 2**32))
+
+    def mix(self, i: int) -> np.ndarray:
+        """Return int64: the samples of the i-th window, in random order."""
+        shards = self.shards[i * self.window : (i + 1) * self.window]
+        samples = [np.arange(self.sizes[s]) + self.firsts[s] for s in shards]
+        return self.generator(i).permutation(np.concatenate(samples))
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        first, last = self.starts.searchsorted([places.start, places.stop - 1], "right") - 1
+        parts = []
+        for i in range(first, last + 1):
+            start = self.starts[i]
+            parts.append(self.mixed(i)[max(places.start - start, 0) : places.stop - start])
+        return np.concatenate(parts)
+
+
+def shard_sizes(dataset: Dataset, window: int, balanced: bool) -> np.ndarray:
+    """Return int64: how many samples each shard of the data set has, from `shards`.
+
+    Raises UsageError if the data set has no such list, or one of another sum.
+    """
+    option = f"--shuffle-window {window}"
+    if balanced:
+        raise UsageError(f"{option} and --balanced are two different orders; leave one of them out")
+    try:
+        sizes = np.asarray(dataset.shards, np.int64)
+        if sizes.ndim != 1 or (sizes < 0).any() or sizes.sum() != len(dataset):
+            raise ValueError(f"{sizes.sum()} samples in its shards, {len(dataset)} in the data set")
+        return sizes
+    except (AttributeError, TypeError, ValueError) as error:
+        wanted = "a training set with `shards = [n0, n1, ...]`, how many samples each file has"
+        raise UsageError(f"{option} needs {wanted} ({type(error).__name__}: {error})") from error
 
 
 def class_numbers(dataset: Dataset) -> np.ndarray:
@@ -138,8 +197,8 @@ class ShardSampler(Sampler):
             raise UsageError("the evaluation set is empty")
         self.length, self.batch_size = length, min(batch_size, math.ceil(length / 8))
         self.steps = range(0, length, self.batch_size)[rank::world_size]  # where each begins
-        of_rank_0 = len(range(0, length, self.batch_size)[::world_size])
-        self.missing = of_rank_0 - len(self.steps)  # 1 if this rank has a batch less, else 0
+        # 1 if this rank has a batch less than rank 0, else 0.
+        self.missing = len(range(0, length, self.batch_size)[::world_size]) - len(self.steps)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -250,9 +309,10 @@ def build_loader(
                 with contextlib.suppress(torch.OutOfMemoryError):  # too large: it stays here
                     keyed.dataset = dataset.to(device)
                     workers = 0  # the batches are made on the device
-    options: dict[str, Any] = {"collate_fn": lambda batch: batch}  # KeyedDataset puts it together
-    # What lies on the device already cannot be pinned.
-    options["pin_memory"] = device.type != "cpu" and keyed.dataset is dataset
+    options: dict[str, Any] = {
+        "collate_fn": lambda batch: batch,  # KeyedDataset has put it together
+        "pin_memory": device.type != "cpu" and keyed.dataset is dataset,  # not yet on the device
+    }
     if workers:
         options |= {"persistent_workers": True, "multiprocessing_context": "fork"}
         options |= {"worker_init_fn": be_worker}

@@ -69,9 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     train_set, val_set = task.build_datasets()
 
     # The loaders fork workers. A worker would keep a copy of the network: so that comes later.
-    train_sampler = GlobalBatchSampler(
-        train_set, args.batch_size, args.seed, args.accum_steps, args.balanced
-    )
+    order = args.batch_size, args.seed, args.accum_steps, args.balanced
+    train_sampler = GlobalBatchSampler(train_set, *order, window=args.shuffle_window)
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
     loader_options = args.seed, args.workers, args.skip_corrupt, task.collate
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)

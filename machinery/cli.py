@@ -34,7 +34,8 @@ from machinery.usertask import as_task_error, load_module
 PER_RUN = {"output_dir", "resume", "device", "workers", "eval_only", "check", "weights"}
 PER_RUN |= {"local_rank", "replicas", "nproc", "nnodes", "node_rank", "dist_url", "shard_size"}
 # Another one would be another run; the second set, only within an epoch.
-SAME_RUN, SAME_EPOCH = ("task", "seed", "dtype"), ("batch_size", "accum_steps", "balanced")
+SAME_RUN = ("task", "seed", "dtype")
+SAME_EPOCH = ("batch_size", "accum_steps", "balanced", "shuffle_window")
 
 
 class Option(NamedTuple):
@@ -154,6 +155,8 @@ headlines.append("data")
 flag("--skip-corrupt",
        "replace a sample that cannot be read by the next one; else the run ends")
 flag("--balanced", "draw samples with replacement, from each class equally often")
+option("--shuffle-window", positive, "N", None,
+       "of data with `shards`, mix N shards at a time (default: all)")
 option("--workers", whole, "N", None,
        "loader processes per device (default: its cores, at most 8; for data `in_memory` 0 on a "
        "CPU, and with `whole_batches` 1 on a GPU, or 0 if they have `to`: then the GPU holds them, "

@@ -134,6 +134,7 @@ class Task:
             train_set, val_set = self.functions["build_datasets"](self.args)
             if any(isinstance(data, IterableDataset) for data in (train_set, val_set)):
                 advice = "it needs __len__ and __getitem__, which finds a record by its number"
+                advice += "; to read in sequence: --shuffle-window, examples/recipes/shards.py"
                 raise UsageError(f"--task {self.path}: an IterableDataset has no order; {advice}")
             if any(isinstance(data, DataLoader) for data in (train_set, val_set)):
                 advice = "return the data sets: the script makes the loaders"

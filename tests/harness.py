@@ -371,7 +371,7 @@ def make_sampler(
 ):
     """A GlobalBatchSampler over so many samples, by default with seed 0."""
     return sampling.GlobalBatchSampler(
-        range(length), batch_size, seed, accum_steps, False, rank, world_size
+        range(length), batch_size, seed, accum_steps, rank=rank, world_size=world_size
     )
 
 
@@ -387,9 +387,8 @@ def order_of(length: int, seed: int, epoch: int) -> list[int]:
 
 
 def sampler_of(args: Namespace, dataset: Any, rank: int = 0, world_size: int = 1):
-    return sampling.GlobalBatchSampler(
-        dataset, args.batch_size, args.seed, args.accum_steps, args.balanced, rank, world_size
-    )
+    options = args.batch_size, args.seed, args.accum_steps, args.balanced
+    return sampling.GlobalBatchSampler(dataset, *options, rank, world_size, args.shuffle_window)
 
 
 def keyed(dataset: Any, args: Namespace):

@@ -3,10 +3,14 @@
 python tests/made_data.py boxes FOLDER 96 24    # so many pictures train, and are held out
 """
 
+import io
+import json
 import random
 import sys
+import tarfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from coco import make_boxes, make_people
 from torchvision.io import write_jpeg
@@ -52,7 +56,28 @@ def make_weights(path: Path) -> None:
     torch.save(get_model("resnet18").state_dict(), path)
 
 
+def make_shards(folder: Path, train: int, val: int) -> None:
+    """Write so many tar files of 10 to 30 vectors of eight numbers; sizes.json counts them."""
+    generator = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", val)):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        sizes = {f"{i:04}.tar": int(generator.integers(10, 31)) for i in range(count)}
+        for name, size in sizes.items():
+            write_tar(folder / part / name, generator.normal(size=(size, 8)))
+        (folder / part / "sizes.json").write_text(json.dumps(sizes))
+
+
+def write_tar(path: Path, vectors: np.ndarray) -> None:
+    with tarfile.open(path, "w") as tar:
+        for i, vector in enumerate(vectors):
+            np.save(file := io.BytesIO(), vector)
+            member = tarfile.TarInfo(f"{i}.npy")
+            member.size = len(file.getvalue())
+            tar.addfile(member, io.BytesIO(file.getvalue()))
+
+
 KINDS = {"boxes": make_boxes, "people": make_people, "flowers": make_flowers}
+KINDS["shards"] = make_shards
 
 
 # Name: (one, several). A verb agrees with a noun that may stand five words before it, which no table of pairs of bytes can know.

@@ -138,7 +138,10 @@ ddp 2 | --task TMP/model-looks-back.py --dtype float64 | in half of it: other sa
 single 1 | --task TMP/loss-of-class.py --batch-size 16 | in half of it: other samples must not change it; keep padding out
 ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 788 is
 dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; use ddp or spawn, or pad in collate
-single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__
+single 1 | --shuffle-window 0 | --shuffle-window: must be a whole number, at least 1, got 0
+ddp 2 | --shuffle-window 4 | --shuffle-window 4 needs a training set with `shards = [n0, n1, ...]`
+single 1 | --shuffle-window 4 --balanced | --shuffle-window 4 and --balanced are two different orders; leave one
+single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__, which finds a record by its number; to read in sequence: --shuffle-window, examples/recipes/shards.py
 """
 CASES = [line.split(" | ") for line in CASES.strip().splitlines()]
 

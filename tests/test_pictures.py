@@ -42,7 +42,7 @@ def test_curves_are_equal_up_to_rounding():
 def test_slices_in_the_picture_are_those_of_the_samplers():
     sizes = []  # of each micro-batch, rank by rank
     for rank in range(4):
-        sampler = GlobalBatchSampler(range(62), 62, 0, 2, False, rank, 4)
+        sampler = GlobalBatchSampler(range(62), 62, 0, 2, rank=rank, world_size=4)
         sizes.append([len(part) for part in next(iter(sampler))[1]])
     assert sizes == [[8, 8]] * 3 + [[7, 7]]
     fills = [rect.get("fill") for rect in elements("batch", "rect") if rect.get("height") == "24"]

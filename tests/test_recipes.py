@@ -1,7 +1,6 @@
 """The programs of examples/recipes/ run, pass the check before a run, and are exact."""
 
 import functools
-import io
 import json
 import os
 import re
@@ -9,8 +8,8 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
 
+import made_data
 import numpy as np
 import pytest
 import torch
@@ -57,12 +56,7 @@ def test_page_names_every_program():
 def write_tars(folder):
     generator = np.random.default_rng(0)
     for part, count in (("train", 80), ("val", 20)):
-        with tarfile.open(folder / f"{part}.tar", "w") as tar:
-            for i in range(count):
-                np.save(file := io.BytesIO(), generator.normal(size=8))
-                member = tarfile.TarInfo(f"{i}.npy")
-                member.size = len(file.getvalue())
-                tar.addfile(member, io.BytesIO(file.getvalue()))
+        made_data.write_tar(folder / f"{part}.tar", generator.normal(size=(count, 8)))
 
 
 def slow_or_not(name):
@@ -78,6 +72,9 @@ def test_recipe_is_the_same_on_two_devices(name, folder):
     if name == "tars":
         write_tars(folder)
         argv += ["--tars", folder]
+    if name == "shards":
+        made_data.main(name, folder / "made", 6, 3)
+        argv += ["--data-dir", folder / "made", "--shuffle-window", "2"]
     accumulates = "def loss_weights" in PROGRAMS[name] or name == "diffusion"
     more = ["--accum-steps", "2"] if accumulates else []
     more += ["--sync-bn"] if "BatchNorm" in PROGRAMS[name] else []
@@ -92,6 +89,21 @@ def test_recipe_is_the_same_on_two_devices(name, folder):
         for ours, wanted in zip(ranks.eval_lines(), single.eval_lines(), strict=True):
             assert ours.pop("event") == wanted.pop("event") == "eval"
             assert ours == pytest.approx(wanted, rel=1e-10)
+
+
+def test_shards_are_read_once_an_epoch(folder):
+    made_data.main("shards", folder / "made", 12, 3)
+    argv = ["--task", str(folder / "shards.py"), "--data-dir", str(folder / "made")]
+    argv += ["--batch-size", "7", "--shuffle-window", "3"]
+    sys.path.insert(0, str(folder))
+    args = make_args("single", *argv)
+    data, held_out = runpy.run_path(str(folder / "shards.py"))["build_datasets"](args)
+    for _, (batch,) in sampler_of(args, data):
+        assert all(len(data[index][0]) == 8 for index in batch)
+    assert data.read.cache_info().misses == 12 and data.read.cache_info().hits > 100
+    values = [held_out[index][0] for index in range(len(held_out))]
+    assert len(torch.stack(values).unique(dim=0)) == len(values) == sum(held_out.shards)
+    assert held_out.read.cache_info().misses == 3
 
 
 def distance(state, other):

@@ -173,7 +173,9 @@ def test_changed_option_that_would_change_the_run_is_refused_by_name(change, fin
     assert f"error: {option} " in result.err and ": the checkpoint has " in result.err
 
 
-@pytest.mark.parametrize("option", ["--batch-size 29", "--accum-steps 2", "--balanced"])
+@pytest.mark.parametrize(
+    "option", ["--batch-size 29", "--accum-steps 2", "--balanced", "--shuffle-window 2"]
+)
 def test_batches_that_are_cut_otherwise_are_refused_within_an_epoch(option, tmp_path, handlers):
     """The samples that are left of the epoch would be others."""
     run = make_run(tmp_path)

@@ -1,7 +1,10 @@
 """Which samples a rank sees, in which order, how augmented and by whom loaded: properties checked over every small case."""
 
+import functools
 import itertools
 import random
+import re
+import tracemalloc
 from argparse import Namespace
 
 import numpy as np
@@ -113,6 +116,8 @@ def test_order_is_that_of_earlier_versions():
     assert plain.tolist() == [8, 3, 1, 2, 9, 4, 5, 0, 7, 6]
     balanced = sampling.epoch_order(10, 3, 4, np.array([0, 0, 0, 0, 0, 0, 0, 1, 1, 2]))
     assert balanced.tolist() == [9, 0, 3, 7, 6, 2, 19, 17, 27, 37]
+    windowed = sampling.WindowedOrder(np.array([3, 4, 5, 2]), 2, 3, 4)[0:14]
+    assert windowed.tolist() == [12, 6, 3, 4, 5, 13, 7, 2, 9, 10, 8, 0, 11, 1]
 
 
 def test_order_is_made_once_an_epoch(monkeypatch):
@@ -222,7 +227,7 @@ class Labelled:
 
 
 def balanced(rank=0, world_size=1, epoch=0, dataset=Labelled):
-    args = Namespace(batch_size=10, accum_steps=1, seed=0, balanced=True)
+    args = Namespace(batch_size=10, accum_steps=1, seed=0, balanced=True, shuffle_window=None)
     sampler = sampler_of(args, dataset(), rank, world_size)
     sampler.set_position(epoch, 0)
     return [indices for _, (indices,) in sampler]
@@ -282,6 +287,122 @@ def test_balanced_needs_the_class_of_each_sample(targets, message):
     )
     with pytest.raises(common.UsageError, match=f"--balanced .*{message}"):
         balanced(dataset=dataset)
+
+
+# ---------------------------------------------------------------------------------------- in shards
+
+
+class Sharded:
+    """142 samples in shards of unequal sizes; one is empty."""
+
+    shards = (7, 20, 3, 11, 0, 30, 5, 9, 15, 1, 12, 8, 21)
+
+    def __len__(self):
+        return sum(self.shards)
+
+
+def windowed(window, rank=0, world_size=1, epoch=4, step=0, accum_steps=1, seed=0):
+    """The indices of each micro-batch of each step."""
+    options = seed, accum_steps, False, rank, world_size, window
+    sampler = sampling.GlobalBatchSampler(Sharded(), 10, *options)
+    sampler.set_position(epoch, step)
+    steps = list(sampler)
+    assert {epoch} == {number for number, _ in steps} and len(steps) == len(sampler)
+    return [micro_batches for _, micro_batches in steps]
+
+
+def shards_of(indices):
+    return np.searchsorted(np.cumsum(Sharded.shards), indices, "right").tolist()
+
+
+WINDOWS = pytest.mark.parametrize("window", [1, 2, 3, 5, 13, 40])
+
+
+@WINDOWS
+def test_window_mixes_so_many_shards_at_a_time_and_has_every_sample_once(window):
+    sampler = sampling.GlobalBatchSampler(Sharded(), 142, 0, window=window)
+    ((_, (order,)),) = sampler
+    assert sorted(order) == list(range(142)) and order != sorted(order)
+    still_open = [len({*shards_of(order[:k])} & {*shards_of(order[k:])}) for k in range(142)]
+    assert max(still_open) <= window, "an earlier window is done before the next one begins"
+    if window == 1:
+        opened = [*dict.fromkeys(shards_of(order))]
+        assert opened != sorted(opened), "the shards come in random order"
+        assert order != sorted(order, key=lambda index: (opened.index(*shards_of([index])), index))
+    else:
+        assert max(still_open) > 1, "they are mixed"
+    ((_, (other,)),) = sampling.GlobalBatchSampler(Sharded(), 142, 1, window=window)
+    assert order != other != sorted(other)
+
+
+@WINDOWS
+def test_window_is_the_same_on_all_ranks_with_accumulation_and_after_a_resume(window):
+    """A batch that begins within a window, or touches several, is a slice of the epoch's order."""
+    whole = [batch for (batch,) in windowed(window)]
+    sampler = sampling.GlobalBatchSampler(Sharded(), 142, 0, window=window)
+    sampler.set_position(4, 0)
+    ((_, (order,)),) = sampler
+    assert [i for batch in whole for i in batch] == order[:140], "the last two are dropped"
+    ranks = [windowed(window, rank, 3, accum_steps=2) for rank in range(3)]
+    for batch, *shares in zip(whole, *ranks, strict=True):
+        micro_batches = [[i for own in slices for i in own] for slices in zip(*shares)]
+        assert micro_batches == [part.tolist() for part in np.array_split(batch, 2)]
+    for step in range(14):
+        assert windowed(window, 1, 3, step=step) == windowed(window, 1, 3)[step:]
+    assert windowed(window, epoch=5) != windowed(window) != windowed(window, seed=1)
+
+
+def test_each_shard_is_loaded_once_an_epoch():
+    """By one process that keeps as many of them as the window has."""
+    for window in (1, 4):
+        loaded = []
+        load = functools.lru_cache(window)(loaded.append)
+        for batch in windowed(window):
+            for shard in shards_of(batch[0]):
+                load(shard)
+        assert len(loaded) == len({*loaded}) == 12
+
+
+def test_window_of_a_large_epoch_takes_little_memory():
+    """An array of its order would have 8 GB."""
+
+    class Large:
+        shards = (10_000,) * 100_000
+
+        def __len__(self):
+            return 10**9
+
+    tracemalloc.start()
+    sampler = sampling.GlobalBatchSampler(Large(), 8192, 0, window=4)
+    for step in (0, 60_000):
+        sampler.set_position(3, step)
+        _, (batch,) = next(iter(sampler))
+        assert len({*batch}) == 8192 and 0 <= min(batch) < max(batch) < 10**9
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("shards", "problem"),
+    [
+        (None, "AttributeError: 'Other' object has no attribute 'shards'"),
+        ([50, 49], "ValueError: 99 samples in its shards, 100 in the data set"),
+        ([150, -50], "ValueError: 100 samples in its shards, 100 in the data set"),
+        (["0.tar", "1.tar"], "ValueError: invalid literal for int"),
+        ([{"url": "0.tar"}], "TypeError: int"),
+    ],
+)
+def test_window_needs_the_sizes_of_the_shards(shards, problem):
+    dataset = type("Other", (Labelled,), {} if shards is None else {"shards": shards})
+    wanted = "a training set with `shards = [n0, n1, ...]`, how many samples each file has"
+    message = re.escape(f"--shuffle-window 4 needs {wanted} ({problem}")
+    with pytest.raises(common.UsageError, match=f"^{message}"):
+        sampling.GlobalBatchSampler(dataset(), 10, 0, window=4)
+    if shards is None:
+        dataset.shards = [100]
+        with pytest.raises(common.UsageError, match="4 and --balanced are two different orders"):
+            sampling.GlobalBatchSampler(dataset(), 10, 0, balanced=True, window=4)
 
 
 # ---------------------------------------------------------------------- samples that cannot be read

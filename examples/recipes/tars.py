@@ -15,7 +15,9 @@ class Tar(torch.utils.data.Dataset):
     def __init__(self, path):
         self.path = path
         with tarfile.open(path) as tar:
-            self.places = [(member.size, member.offset_data) for member in tar]
+            places = [(member.size, member.offset_data) for member in tar]
+        # An array: a loader worker is a fork, and would copy the memory of a list as it reads it.
+        self.places = np.array(places, np.int64)
 
     def __len__(self):
         return len(self.places)

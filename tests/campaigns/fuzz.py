@@ -158,6 +158,7 @@ ONE_MACHINE = "tests/test_nodes.py tries several machines"
 OPTIONS: dict[str, Drawer | str] = {
     "--skip-corrupt": "tests/test_sampling.py reads broken samples",
     "--balanced": sometimes(0.12),
+    "--shuffle-window": sometimes(0.15, "1", "2"),
     "--workers": lambda rng, trial: [rng.choice("12") if rng.random() < 0.06 else "0"],
     "--weights": "tests/test_weights.py loads them",
     "--freeze": draw_freeze,
@@ -277,6 +278,8 @@ def constrain(trial: Trial) -> Trial:
         task.pop("augment", None)
     if trial.part("ragged"):
         task.pop("weights", None)
+    if "--balanced" in given:
+        given.pop("--shuffle-window", None)
 
     # The optimizer
     sgd = trial.value("--optimizer", "sgd") == "sgd"

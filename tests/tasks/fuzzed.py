@@ -95,7 +95,9 @@ def build_set(spec: dict[str, Any], count: int, seed: int, **augment: Any) -> Da
     images, labels = make_images(count, seed)
     drawn = spec["data"] == "drawn"
     data = Drawn(images, labels) if drawn else ImagesInMemory(images, labels, **augment)
-    return Ragged(data) if spec["ragged"] else data
+    data = Ragged(data) if spec["ragged"] else data
+    data.shards = [count // 3, count // 2 - count // 3, count - count // 2]  # for --shuffle-window
+    return data
 
 
 # ---------------------------------------------------------------------------------------- model
