@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,15 +76,18 @@ class GlobalBatchSampler(Sampler):
         self.set_position(0, 0)
 
     def set_position(self, epoch: int, step: int) -> None:
-        self.epoch, self.steps = epoch, range(step, self.steps_per_epoch)
+        self.epoch, self.steps, self.is_new = epoch, range(step, self.steps_per_epoch), True
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator[tuple[int, list[list[int]]]]:
+        if not self.is_new:
+            warnings.warn("set_position was not called: an epoch comes again", stacklevel=2)
+        self.is_new = not self.steps  # start_workers asks for none
         if self.windows:
             order = WindowedOrder(*self.windows, self.seed, self.epoch)
-        elif self.steps:  # start_workers asks for none
+        elif self.steps:
             order = epoch_order(self.length, self.seed, self.epoch, self.classes)
         for step in self.steps:
             batch = order[step * self.batch_size : (step + 1) * self.batch_size]

@@ -24,7 +24,8 @@ from machinery.identity import digest
 from machinery.usertask import RESERVED, Task
 from sampling import KeyedDataset, seed_rng
 
-TOLERANCE = 0.01  # of the largest value: above the rounding of bf16; a tenth of it without that
+# Of the largest value, by whether values are rough: above the rounding of bf16, else of float32.
+TOLERANCE = {True: 0.01, False: 0.001}
 LOSS_ADVICE = (
     "keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for "
     "a mean over tokens return sums, undivided, and define loss_weights; a loss that compares "
@@ -214,8 +215,7 @@ def compare_halves(
         if not same[name].all() or (rough and "loss" not in name):
             continue  # drawn, or rounded
         apart = torch.cat([part[name] for part in halves])
-        tolerance = TOLERANCE if rough else TOLERANCE / 10
-        allowed = 1e-6 + tolerance * values.nan_to_num().abs().max().item()
+        allowed = 1e-6 + TOLERANCE[rough] * values.nan_to_num().abs().max().item()
         close = torch.isclose(values, apart, rtol=0, atol=allowed, equal_nan=True)
         if not close.all():
             i = int(close.int().argmin())

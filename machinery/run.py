@@ -90,8 +90,9 @@ class Run:
         else:
             with as_task_error("a checkpoint of this model or optimizer could not be loaded"):
                 self.state.load_itself()
-        at = self.state if found else None
-        self._on_rank0(lambda: self.files.begin(at, self.args.tensorboard))
+        self._on_rank0(
+            lambda: self.files.begin(self.state if found else None, self.args.tensorboard)
+        )
         if not self.args.eval_only:  # which has nothing to save
             self.stop_signal = StopSignal()
         self.log.start_times()

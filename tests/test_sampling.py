@@ -509,3 +509,18 @@ def test_generators_have_streams_of_their_own():
         drawn.append((int(torch.randint(0, 8, ())), np.random.randint(0, 8), random.randrange(8)))
     for i, j in ((0, 1), (0, 2), (1, 2)):
         assert 2 <= sum(numbers[i] == numbers[j] for numbers in drawn) <= 30
+
+
+def test_loader_that_is_read_again_without_set_position_warns(recwarn):
+    """Its second epoch would have the order of the first."""
+    sampler = make_sampler(12, 4)
+    loader = sampling.build_loader(
+        torch.utils.data.TensorDataset(torch.arange(12)), sampler, torch.device("cpu"), 0
+    )
+    first = [batch for ((batch,),) in loader]
+    sampler.set_position(1, 0)
+    second = [batch for ((batch,),) in loader]
+    assert not recwarn.list and not torch.cat(first).equal(torch.cat(second))
+    with pytest.warns(UserWarning, match="set_position was not called"):
+        again = [batch for ((batch,),) in loader]
+    assert torch.cat(again).equal(torch.cat(second))
