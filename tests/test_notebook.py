@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import tempfile
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -26,14 +28,16 @@ def project(tmp_path):
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
     """The environment of a kernel of this Python, whose files and processes can be found."""
+    short = tempfile.TemporaryDirectory()  # a socket's path has at most 107 letters
     for name in ("TMPDIR", "IPYTHONDIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-        (tmp_path / name).mkdir()
-        monkeypatch.setenv(name, str(tmp_path / name))
+        (folder := Path(short.name, name)).mkdir()
+        monkeypatch.setenv(name, str(folder))
     environment = {**os.environ, "LAUNCH_MARK": str(tmp_path)}
     del environment["PYTEST_CURRENT_TEST"]  # with it a kernel does not show what ranks print
     yield environment
     wait_for_end(marked(str(tmp_path)), 15)
     assert not marked(str(tmp_path)), "processes are left running"
+    short.cleanup()
 
 
 def ranks(tmp_path):
