@@ -718,6 +718,8 @@ class Meter:
                     kind = type(part).__name__
                     found = f"shape {list(part.shape)}" if isinstance(part, Tensor) else kind
                     found += f" of {len(part)}" if isinstance(part, list) else ""
+                    if isinstance(part, Tensor) and part.dim() > 1:
+                        found += "; take its mean over the other dimensions, .flatten(1).mean(1)"
                     wanted = 'one number per sample, shape [n], as with reduction="none"'
                     raise ValueError(f"{name} must be {wanted}; got {found}")
             total = self.sums.setdefault(name, [0, 0])

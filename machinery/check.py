@@ -29,7 +29,7 @@ TOLERANCE = {True: 0.01, False: 0.001}
 LOSS_ADVICE = (
     "keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for "
     "a mean over tokens return sums, undivided, and define loss_weights; a loss that compares "
-    "samples needs gather_samples; or --no-check"
+    "samples needs gather_samples; shapes [n] and [n, 1] mix all; or --no-check"
 )
 SET_ADVICE = "use dataset_metrics for the whole set; or --no-check"
 

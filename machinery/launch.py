@@ -75,7 +75,8 @@ def wait_for(processes: list) -> int:
         for process in left.values():
             os.kill(process.pid, signal.SIGUSR2)  # it prints where it hangs
         time.sleep(1)
-        tell(f"process {', '.join(map(str, left))} did not end; its stack is above")
+        names = ", ".join(map(str, left))
+        tell(f"process {names} did not end when another one had failed; its stack is above")
     for process in left.values():
         process.kill()
         process.wait() if hasattr(process, "wait") else process.join()

@@ -176,8 +176,11 @@ def tell_way_on(code: int) -> None:
     On stdout: the last line of stderr stays the reason. A rank leaves it to its launcher, but for
     code 0, after which a launcher says nothing.
     """
-    silent = code == 2 or (code and has_launcher())
-    if not silent and this_run and Path(this_run[0].output_dir, "last.pt").exists():
+    if code == 2 or (code and has_launcher()):
+        return
+    if code == 3:
+        print("begin anew with a lower --lr: last.pt is finite, but may be past saving", flush=True)
+    elif this_run and Path(this_run[0].output_dir, "last.pt").exists():
         directory = shlex.quote(this_run[0].output_dir)
         print(f"to go on: {command(f'--output-dir {directory} --resume auto')}", flush=True)
 
@@ -187,7 +190,8 @@ def command(options: str) -> str:
     args, devices, here = this_run
     if devices > here:
         return f"the same command with {options}"  # on each machine
-    return f"bash run.sh {args.parallel_mode} {devices} {options}"
+    script = os.path.relpath(Path(__file__).parent.parent / "run.sh")
+    return f"bash {shlex.quote(script)} {args.parallel_mode} {devices} {options}"
 
 
 def first_to_fail() -> bool:

@@ -65,7 +65,8 @@ def open_files() -> set[str]:
 def warn_of_names(folder: str) -> None:
     """Warn of files beside the task whose names the project has too: ours are imported."""
     for name in ("task", "common", "sampling"):
-        if Path(folder, f"{name}.py").exists():
+        file = Path(folder, f"{name}.py")
+        if file.exists() and file.read_bytes() != (ROOT / file.name).read_bytes():
             problem = "cannot be imported: the project has such a file"
             print0(f"warning: {name} in {folder} {problem}")
 

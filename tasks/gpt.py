@@ -1,7 +1,7 @@
 """A language model, `--task gpt`: a small GPT, on a file of tokens.
 
 python tasks/gpt.py prepare book.txt data/book     # its bytes become train.bin and val.bin
-bash run.sh ddp 2 --task gpt --data-dir data/book --optimizer adamw --lr 1e-3
+bash run.sh ddp 2 --task gpt --data-dir data/book --optimizer adamw --lr 1e-3 --best loss
 python tasks/gpt.py generate runs/gpt-.../best.pt "Once upon a time"
 
 A token is a byte, so no tokenizer is needed. Tokens of any tokenizer work too: write them as uint16

@@ -121,11 +121,13 @@ def test_task_that_leaves_by_sys_exit_is_no_success(mode, n, tmp_path):
 
 
 @pytest.mark.parametrize(("step", "said"), [(0, False), (3, True)])
-def test_run_that_failed_says_how_to_go_on_if_it_has_saved(step, said, tmp_path):
+def test_run_that_failed_says_how_to_go_on_if_it_has_saved(step, said, tmp_path, monkeypatch):
+    """From the folder where it was started, which need not be the project's."""
+    monkeypatch.chdir(ROOT / "tests")
     patch = functools.partial(call_in_task, "per_sample_loss", step, fail_with_words, 0)
     result = train("single", 1, *BASE, "--save-every", "1", folder=tmp_path, patch=patch)
     assert result.code == 1 and result.err.endswith("RuntimeError: broken on purpose\n")
-    command = f"to go on: bash run.sh single 1 --output-dir {tmp_path}/run --resume auto\n"
+    command = f"to go on: bash ../run.sh single 1 --output-dir {tmp_path}/run --resume auto\n"
     assert result.out.endswith(command) == said, result.out
 
 

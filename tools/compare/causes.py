@@ -233,7 +233,7 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
         e["sampler"] + (f", shuffle {e['shuffle']}" if e["shuffle"] is not None else "")
         for e in (a.loader(), b.loader())
     ]
-    why = f"drawn by {drawn[0]} in A, by {drawn[1]} in B, or with another seed"
+    why = f"drawn by {drawn[0]} in A, by {drawn[1]} in B, or with another seed or epoch (set_epoch, set_position)"
     yield Cause("order of samples", k, text, why, {"order": True})
 
 

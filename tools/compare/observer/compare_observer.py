@@ -168,6 +168,8 @@ class Watcher:
         iterator = function(loader)
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
         vars(iterator)["_watched"] = (size, epoch)
+        if epoch and self.count and self.second_epoch is None:
+            self.second_epoch = self.count  # also where a sampler yields no plain indices
         facts = {"sampler": type(sampler).__name__, "shuffle": getattr(sampler, "shuffle", None)}
         extra = (getattr(sampler, "total_size", None) or size) - size
         self.write("epoch", size=size, extra=extra, **facts)
