@@ -13,7 +13,7 @@ import common
 from common import State, set_up_device
 from machinery.check import check_run
 from machinery.cli import parse_args, schedule_options
-from machinery.modes import convert_sync_batchnorm, join_forwards, mesh_of_ranks, shard
+from machinery.modes import build_once, convert_sync_batchnorm, join_forwards, mesh_of_ranks, shard
 from machinery.process import run_main
 from machinery.rendezvous import init_method, timeout
 from machinery.run import Run
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)
     val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 
-    net = task.build_net()  # from --seed or --weights; only its shards go to the device
+    net = build_once(task.build_net)  # on ranks above 0 without values: shard deals rank 0's
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}

@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from harness import (
@@ -10,6 +12,7 @@ from harness import (
     compare,
     deviation,
     in_group,
+    make_args,
     prove_run,
     single_run,
     train,
@@ -21,9 +24,169 @@ from torch import nn
 import common
 import machinery.check
 import machinery.modes
+import machinery.process
 import machinery.usertask
+from tasks import gpt
 
 NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
+
+
+# ------------------------------------------------------------ how it is built: rank 0's weights
+
+
+def language_model():
+    """With a matrix that two layers share."""
+    sizes = {"context": 8, "vocabulary": 99, "width": 16, "heads": 2, "layers": 2, "dropout": 0.0}
+    return gpt.GPT(type("Args", (), sizes))
+
+
+def filled_in_place():
+    net = nn.Sequential(nn.Linear(40, 40), nn.Conv1d(8, 8, 3), nn.LSTM(8, 8), nn.BatchNorm1d(8))
+    nn.init.trunc_normal_(net[0].weight, std=0.02)
+    nn.init.trunc_normal_(net[1].weight, a=-9, b=1)
+    for part in net[2].weight_hh_l0.data.chunk(4):
+        nn.init.orthogonal_(part)
+    with torch.no_grad():
+        net[0].bias[3:].fill_(7)
+    net.scale = nn.Parameter(torch.randn(5, requires_grad=True) * 2)
+    net.register_buffer("drawn", torch.randn(3))
+    return net
+
+
+def deep_copies():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2).half()
+
+
+def normalised():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].weight.data /= net[0].weight.data.norm()
+    net.drawn = random.random(), np.random.rand()
+    net.largest = net[0].weight.max().item()
+    return net
+
+
+def parametrized():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+def computed_buffer():
+    """A registered buffer that autograd has computed."""
+    net = nn.Linear(4, 4)
+    net.register_buffer("twice", net.weight * 2)
+    net.register_buffer("first", net.weight.detach().clone())
+    return net
+
+
+def read_by_numpy():
+    net = nn.Linear(4, 4)
+    net.first = float(net.weight.detach().numpy()[0, 0])
+    return net
+
+
+def hidden():
+    net = nn.Linear(4, 4)
+    net.teacher = [nn.Linear(4, 4)]  # no part of the network
+    return net
+
+
+def another_name():
+    net = nn.Linear(4, 4)
+    net.first = net.weight.data
+    return net
+
+
+def confused():
+    """It cannot be built where another parameter has overwritten the first."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.ones_(net[0].weight)
+    nn.init.zeros_(net[1].weight)
+    if not net[0].weight.all():
+        raise ValueError
+    return net
+
+
+kept = []
+
+
+def kept_outside():
+    kept[:] = kept or [nn.Linear(4, 4)]
+    return hidden()
+
+
+def facts(net):
+    """What a network holds beside its parameters and buffers."""
+    values = [getattr(net, name, None) for name in ("drawn", "largest", "first")]
+    return repr(
+        [*values, *[p for teacher in getattr(net, "teacher", []) for p in teacher.parameters()]]
+    )
+
+
+def built(build, options, shared):
+    """Compare what the ranks hold with what one device builds, bit by bit."""
+    rank = torch.distributed.get_rank()
+    task = machinery.usertask.Task(make_args("fsdp", *BASE[:2], *options))
+    task.functions["build_model"] = lambda args: build()
+    nets = []
+    for call in (lambda build: build(), machinery.modes.build_once):
+        random.seed(3)
+        np.random.seed(3)
+        nets.append(call(task.build_net))
+    wanted, net = nets
+    places = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    assert (len(places) == 1) == (shared and rank > 0)
+    assert facts(net) == facts(wanted)
+    machinery.modes.shard(net, None, machinery.modes.mesh_of_ranks(torch.device("cpu"), None))
+    expected, found = (dict(n.named_parameters(remove_duplicate=False)) for n in nets)
+    assert found.keys() == expected.keys() and max(p.std() for p in expected.values()) > 0.01
+    for name, value in expected.items():
+        whole = found[name].full_tensor()
+        assert whole.dtype == value.dtype and whole.equal(value), name
+        assert found[name].requires_grad == value.requires_grad
+        same = [other for other in expected if expected[other] is value]
+        assert [other for other in found if found[other] is found[name]] == same
+    buffers = dict(wanted.named_buffers())
+    assert all(value.equal(buffers[name]) for name, value in net.named_buffers())
+
+
+def all_built(builds, shared):
+    for build, options in builds:
+        built(build, options, shared)
+
+
+def test_ranks_get_the_weights_of_rank_0(tmp_path):
+    file = tmp_path / "some.pt"
+    torch.save({name: p + 1 for name, p in language_model().state_dict().items()}, file)
+    builds = [
+        (language_model, []),
+        (language_model, ["--dtype", "float64", "--freeze", "blocks.0.*"]),
+        (language_model, ["--weights", str(file)]),
+        (filled_in_place, ["--seed", "5"]),
+        (deep_copies, []),
+    ]
+    in_group(2, functools.partial(all_built, builds, True))
+
+
+def test_model_whose_code_uses_its_weights_is_built_whole_on_each_rank():
+    builds = [normalised, parametrized, computed_buffer, read_by_numpy, hidden, another_name]
+    pairs = [(build, []) for build in (*builds, confused)]
+    _, out = in_group(2, functools.partial(all_built, pairs, False))
+    assert out.count("each rank builds the whole model, which uses its weights: ") == 7
+    assert "which uses its weights: numpy\n" in out
+
+
+def refused():
+    if torch.distributed.get_rank() == 0:
+        return
+    with pytest.raises(common.UsageError, match="a module of the first call is still in use"):
+        machinery.modes.build_once(kept_outside)
+
+
+def test_module_that_stays_from_the_first_build_is_refused():
+    """Its weights are not those of rank 0, and nobody deals them."""
+    in_group(2, refused)
+
+
+# ------------------------------------------------------------------------------ the run
 
 
 @pytest.mark.parametrize(
@@ -194,9 +357,16 @@ def shard_unlike():
     machinery.modes.shard(net, no_module, mesh)
     assert net.running_mean.tolist() == [1] * 4, "of rank 0, as DDP does"
     net = nn.Linear(4, 4)
-    net.bias.data.fill_(torch.distributed.get_rank())
-    with pytest.raises(RuntimeError, match="parameters differ between ranks: bias"):
-        machinery.modes.shard(net, no_module, mesh)
+    net.bias.data.fill_(torch.distributed.get_rank() + 1)
+    machinery.modes.shard(net, no_module, mesh)
+    assert net.bias.full_tensor().tolist() == [1] * 4
+    net = nn.Linear(4, 4 + torch.distributed.get_rank())
+    words = r"weight \[4, 4\] torch.float32 on rank 0, but weight \[5, 4\] torch.float32 on rank 1"
+    if torch.distributed.get_rank() == 1:  # the launcher ends the others
+        with pytest.raises(common.UsageError, match=words):
+            machinery.modes.shard(net, no_module, mesh)
+    else:
+        common.broadcast_object(["weight [4, 4] torch.float32"])  # as shard begins
 
 
 def test_ranks_shard_the_same_network():
