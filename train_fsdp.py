@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # BatchNorm over all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
-    shard(net, task.shard_modules, mesh)  # before the optimizer, which must hold the shards
+    shard(net, task.shard_modules, mesh, args.amp)  # the optimizer must hold the shards
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)

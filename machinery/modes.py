@@ -232,17 +232,16 @@ def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(
-    net: nn.Module, choose: Callable[[nn.Module], list[nn.Module]] | None, mesh: DeviceMesh
-) -> None:
+def shard(net: nn.Module, choose: Callable | None, mesh: DeviceMesh, amp: str = "off") -> None:
     """Cut the parameters of each chosen module, and then all others, among the ranks.
 
     `choose(net)` names the modules; by default it is `large_modules`.
 
     Before the forward and the backward of a module the ranks collect its parameters, and forget
     them afterwards. They travel in their own type: with --amp bf16 autocast rounds them, as in DDP.
+    With `bf16-shards` they travel in bf16, and the gradients in float32.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # slow
 
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
     refuse_lists(net)
@@ -254,8 +253,11 @@ def shard(
     for module in [*(choose or large_modules)(net), net]:
         own = module.named_parameters()
         values = {name: part.data for name, part in own if not hasattr(part, "full_tensor")}
+        # The types of parameters, of summed gradients, and of what the network gives to the loss.
+        half = torch.bfloat16, torch.float32, torch.float32 if module is net else None
+        policy = MixedPrecisionPolicy(*half if amp == "bf16-shards" else ())
         # What is left for the last one is small, and the backward begins with it: it is kept.
-        fully_shard(module, mesh=mesh, reshard_after_forward=module is not net)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not net)
         for name in [*values]:
             deal(values.pop(name), module.get_parameter(name))
     common.sync_buffers(net)  # DDP does it by itself
