@@ -29,7 +29,8 @@ def train_one_epoch(
     for micro_batches in run.batches(loader):  # of one step, on the device already
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
-            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter per step
+            reduces = i == args.accum_steps - 1 or args.reduce_every == "micro-batch"
+            model.set_requires_gradient_sync(reduces)  # a reduce-scatter, which also cuts them
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # dropout differs per rank
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)

@@ -216,6 +216,8 @@ option("--nproc", positive, "N", None,
        "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
 option("--shard-size", positive, "N", None,
        "ranks that share one copy of the model (default: all)", "fsdp")
+option("--reduce-every", ["step", "micro-batch"], None, "step",
+       "when gradients are cut with --accum-steps; micro-batch: less memory, more traffic", "fsdp")
 option("--nnodes", positive, "N", 1, "machines", "spawn")
 option("--node-rank", whole, "N", None,
        "number of this machine, from 0; needed if there are several", "spawn")

@@ -19,7 +19,7 @@ from harness import (
     undisturbed,
     walk,
 )
-from patches import BASE
+from patches import BASE, printed
 from torch import nn
 
 import common
@@ -194,6 +194,7 @@ def test_module_that_stays_from_the_first_build_is_refused():
     ("options", "n"),
     [
         ("--accum-steps 3 --clip-grad-norm 0.05 --lr 2", 3),
+        ("--accum-steps 3 --clip-grad-norm 0.05 --lr 2 --reduce-every micro-batch", 2),
         pytest.param(
             "--optimizer adamw --lr 0.01 --average ema --freeze first.bias",
             2,
@@ -202,8 +203,39 @@ def test_module_that_stays_from_the_first_build_is_refused():
     ],
 )
 def test_shards_equal_one_device(options, n, tmp_path):
-    argv = (*BASE, *options.split())
-    prove_run(train("fsdp", n, *argv, folder=tmp_path), single_run(*argv))
+    argv, every = (*BASE, *options.split()), ("--reduce-every", "micro-batch")
+    alone = [part for part in argv if part not in every]  # an option of fsdp
+    prove_run(train("fsdp", n, *argv, folder=tmp_path), single_run(*alone))
+
+
+def count_whole_gradients(rank):
+    """Print how many gradients are whole on this rank when the second micro-batch begins."""
+    script = importlib.import_module("train_fsdp")
+    seed_rng = script.seed_rng
+
+    def watched(seed, step, i, rank):
+        seed_rng(seed, step, i, rank)
+        if step == 0 and i == 1:
+            import gc
+
+            from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+            held = [part for part in gc.get_objects() if type(part) is FSDPParam]
+            whole = [
+                part for part in held
+                if part.unsharded_accumulated_grad is not None
+                or (hasattr(part, "_unsharded_param") and part._unsharded_param.grad is not None)
+            ]  # fmt: skip
+            print("whole", len(whole), flush=True)
+
+    script.seed_rng = watched
+
+
+@pytest.mark.parametrize(("every", "whole"), [("step", 4), ("micro-batch", 0)])
+def test_gradients_are_whole_between_micro_batches_unless_each_is_reduced(every, whole, tmp_path):
+    argv = (*BASE, "--epochs", "1", "--accum-steps", "2", "--reduce-every", every)
+    result = train("fsdp", 2, *argv, folder=tmp_path, patch=count_whole_gradients)
+    assert printed(result.out, "whole") == [whole] * 2, result.err
 
 
 @pytest.mark.full
@@ -495,7 +527,7 @@ def print_calls():
         print(*(sum(n for op, n in counts.items() if name in op) for name in names))
         return result
 
-    for last in (False, True):
+    for last in (False, True):  # as --reduce-every step does
         net.set_requires_gradient_sync(last)
         loss = watch(lambda: net(torch.ones(2, 64)).sum())
         watch(lambda: guard.scale(loss).backward())  # noqa: B023 (called at once)
