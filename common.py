@@ -325,9 +325,9 @@ def reshard(net: nn.Module) -> None:
 
 
 def autocast(device: torch.device, amp: str) -> torch.autocast:
-    """Return the context of a forward pass in mixed precision: amp is off, bf16 or fp16."""
+    """Return the context of a forward pass in mixed precision, if amp is bf16 or fp16."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    return torch.autocast(device.type, dtype, enabled=amp != "off")
+    return torch.autocast(device.type, dtype, enabled=amp in ("bf16", "fp16"))
 
 
 def freeze(net: nn.Module, patterns: list[str]) -> None:

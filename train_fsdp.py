@@ -13,7 +13,7 @@ import common
 from common import State, set_up_device
 from machinery.check import check_run
 from machinery.cli import parse_args, schedule_options
-from machinery.modes import convert_sync_batchnorm, join_forwards, mesh_of_ranks, shard
+from machinery.modes import build_once, convert_sync_batchnorm, join_forwards, mesh_of_ranks, shard
 from machinery.process import run_main
 from machinery.rendezvous import init_method, timeout
 from machinery.run import Run
@@ -29,7 +29,8 @@ def train_one_epoch(
     for micro_batches in run.batches(loader):  # of one step, on the device already
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
-            model.set_requires_gradient_sync(i == args.accum_steps - 1)  # reduce-scatter per step
+            reduces = i == args.accum_steps - 1 or args.reduce_every == "micro-batch"
+            model.set_requires_gradient_sync(reduces)  # a reduce-scatter, which also cuts them
             seed_rng(args.seed, state.global_step, i, dist.get_rank())  # dropout differs per rank
             with common.autocast(run.device, args.amp):
                 outputs = model(inputs)
@@ -83,13 +84,13 @@ def main(argv: list[str] | None = None) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)
     val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 
-    net = task.build_net()  # from --seed or --weights; only its shards go to the device
+    net = build_once(task.build_net)  # on ranks above 0 without values: shard deals rank 0's
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # BatchNorm over all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
-    shard(net, task.shard_modules, mesh)  # before the optimizer, which must hold the shards
+    shard(net, task.shard_modules, mesh, args.amp)  # the optimizer must hold the shards
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)

@@ -145,7 +145,8 @@ option("--task", task_file, "NAME|FILE.py", TASK,
 option("--epochs", positive, "N", 30, "passes over the training set")
 option("--batch-size", positive, "N", 64, "samples per optimizer step, over all devices")
 option("--lr", amount, "X", 0.1, "peak learning rate")
-option("--amp", ["off", "bf16", "fp16"], None, "off", "automatic mixed precision")
+option("--amp", ["off", "bf16", "fp16", "bf16-shards"], None, "off",
+       "automatic mixed precision; bf16-shards: fsdp gathers the parameters in bf16")
 option("--output-dir", filled, "DIR", None,
        "for checkpoints and metrics.jsonl (default: a new directory under runs/)")
 option("--resume", path, "auto|FILE", None,
@@ -219,6 +220,8 @@ option("--nproc", positive, "N", None,
        "processes on this machine (default: all accelerators, or 2 on CPU)", "spawn")
 option("--shard-size", positive, "N", None,
        "ranks that share one copy of the model (default: all)", "fsdp")
+option("--reduce-every", ["step", "micro-batch"], None, "step",
+       "when gradients are cut with --accum-steps; micro-batch: less memory, more traffic", "fsdp")
 option("--nnodes", positive, "N", 1, "machines", "spawn")
 option("--node-rank", whole, "N", None,
        "number of this machine, from 0; needed if there are several", "spawn")
@@ -439,8 +442,9 @@ def check_values(args: argparse.Namespace, mode: str) -> None:
         raise UsageError("--compile does not follow nn.DataParallel; use ddp, or --no-compile")
     if mode == "dp" and args.sync_bn:
         raise UsageError("--sync-bn does not work in nn.DataParallel; use ddp, or --no-sync-bn")
-    if mode == "fsdp" and args.amp == "fp16":
-        raise UsageError("--amp fp16 is not tested with sharded gradients; use --amp bf16")
+    if args.amp == ("fp16" if mode == "fsdp" else "bf16-shards"):
+        problem = "is not tested with sharded gradients" if mode == "fsdp" else "is for fsdp alone"
+        raise UsageError(f"--amp {args.amp} {problem}; use --amp bf16")
     if mode == "fsdp" and args.channels_last:
         raise UsageError("--channels-last: fsdp cannot shard it; use --no-channels-last")
 

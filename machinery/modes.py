@@ -5,15 +5,23 @@ With the CPU versions the tests prove all modes on any machine.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import random
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import common
@@ -131,6 +139,85 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
 # ------------------------------------------------------------------------------------------- fsdp
 
 TABLES = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last: an RNN renews it
+# Functions of torch, by name, that copy a tensor, and that tell nothing of its numbers.
+COPIES = {"clone", "to", "double", "float", "half", "bfloat16"}
+NO_READS = {"__get__", "__set__", "__hash__", "dim", "size", "numel", "nelement", "is_contiguous"}
+NO_READS |= {"stride", "is_floating_point", "is_complex", "_has_compatible_shallow_copy_type"}
+
+
+def build_once(build: Callable[[], nn.Module]) -> nn.Module:
+    """Return build(); on ranks above 0 all parameters share one memory, until `shard` deals them.
+
+    There the same code draws the same numbers, but each parameter overwrites the last one. If
+    anything else may depend on their values, the rank builds again in the ordinary way.
+    """
+    if common.get_rank() == 0:
+        return build()
+    net, one, generators = None, OneMemory(), (random.getstate(), np.random.get_state())
+    hook = register_module_parameter_registration_hook(one.take)
+    with contextlib.suppress(Exception), hook, one:  # an error of the model itself comes again
+        net = build()
+    if net is not None and one.users() == sum(map(one.has, net.parameters())) and not one.read:
+        return net
+    if common.get_rank() == 1:
+        reason = one.read or "something else holds or needs them"
+        print(f"each rank builds the whole model, which uses its weights: {reason}")
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
+    net = None  # before the next one takes memory
+    net = build()
+    if one.users():
+        problem = "fsdp calls build_model twice, and a module of the first call is still in use"
+        raise UsageError(f"{problem}; make it in each call, or when the file is loaded")
+    return net
+
+
+class OneMemory(TorchFunctionMode):
+    """Put parameters into one memory; `read` is the function of torch that has read from it.
+
+    A copy has no memory of its own: it is one more user.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.read = torch.UntypedStorage(0), ""
+
+    def has(self, tensor: Tensor) -> bool:
+        strided = tensor.layout == torch.strided
+        return strided and tensor.untyped_storage()._cdata == self.memory._cdata
+
+    def users(self) -> int:
+        gc.collect()
+        return torch._C._storage_Use_Count(self.memory._cdata) - 1
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this shape and type in the memory; one of a device stays there."""
+        if tensor.device.type != "cpu" or self.has(tensor):
+            return tensor
+        if self.memory.nbytes() < tensor.nbytes:
+            self.memory.resize_(tensor.nbytes)
+        return torch.empty(0, dtype=tensor.dtype).set_(self.memory, 0, tensor.shape)
+
+    def take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if type(parameter) is nn.Parameter and parameter.is_contiguous():
+            with torch._C.DisableTorchFunction():
+                parameter.data = self.put(parameter)
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given, found, name = [], [], function.__name__
+        tree_map(given.append, (args, kwargs))
+        result = function(*args, **(kwargs or {}))
+        # nn.init's functions read only what they have just drawn, as trunc_normal_ does.
+        drawing = sys._getframe(1).f_globals is vars(nn.init)
+        if name in NO_READS or drawing or not any(map(self.has, given)):
+            return result
+        result = self.put(result) if name in COPIES else result
+        tree_map(found.append, result)
+        if not found or not all(map(self.has, found)):  # these are views
+            self.read = name
+        return result
 
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
@@ -145,25 +232,35 @@ def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(
-    net: nn.Module, choose: Callable[[nn.Module], list[nn.Module]] | None, mesh: DeviceMesh
-) -> None:
+def shard(net: nn.Module, choose: Callable | None, mesh: DeviceMesh, amp: str = "off") -> None:
     """Cut the parameters of each chosen module, and then all others, among the ranks.
 
     `choose(net)` names the modules; by default it is `large_modules`.
 
     Before the forward and the backward of a module the ranks collect its parameters, and forget
     them afterwards. They travel in their own type: with --amp bf16 autocast rounds them, as in DDP.
+    With `bf16-shards` they travel in bf16, and the gradients in float32.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # slow
 
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
     refuse_lists(net)
+    mine = [f"{name} {[*p.shape]} {p.dtype}" for name, p in net.named_parameters()]
+    for first, here in itertools.zip_longest(common.broadcast_object(mine), mine):
+        if first != here:
+            found = f"{first} on rank 0, but {here} on rank {dist.get_rank()}"
+            raise UsageError(f"the model has {found}; all ranks need the same")
+    for module in [*(choose or large_modules)(net), net]:
+        own = module.named_parameters()
+        values = {name: part.data for name, part in own if not hasattr(part, "full_tensor")}
+        # The types of parameters, of summed gradients, and of what the network gives to the loss.
+        half = torch.bfloat16, torch.float32, torch.float32 if module is net else None
+        policy = MixedPrecisionPolicy(*half if amp == "bf16-shards" else ())
+        # What is left for the last one is small, and the backward begins with it: it is kept.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=module is not net)
+        for name in [*values]:
+            deal(values.pop(name), module.get_parameter(name))
     common.sync_buffers(net)  # DDP does it by itself
-    for module in (choose or large_modules)(net):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    # What is left is small, and the backward begins with it: it is kept after the forward.
-    fully_shard(net, mesh=mesh, reshard_after_forward=False)
     for name, parameter in net.named_parameters():  # new ones: fully_shard replaces them
         vars(parameter).update(marks[name])  # as `_no_weight_decay`, for the optimizer
     for module in net.modules():  # in torch 2.8 gloo's mean is a sum: FSDP itself has to divide
@@ -171,6 +268,16 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
     if mesh.device_type != "cpu":
         wait_for_gathers(net, mesh)
+
+
+def deal(value: Tensor, shards: Tensor) -> None:
+    """Cut rank 0's value among the ranks; the memory of `value` on the others takes it whole."""
+    whole = value.to(shards.device)
+    dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # bytes: gloo knows not every type
+    mesh = shards.device_mesh
+    parts, place = whole.chunk(mesh.size(mesh.ndim - 1)), mesh.get_coordinate()[-1]
+    if place < len(parts):  # as fully_shard cuts; cut_like would take memory
+        shards.detach().to_local().copy_(parts[place])
 
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they have no forward

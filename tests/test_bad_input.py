@@ -127,6 +127,9 @@ single 1 | --task images --dataset synthetic --model resnet81 | ValueError: Unkn
 single 1 | --task images --dataset synthetic --pretrained | --pretrained: torchvision has no weights for resnet9; see --weights
 fsdp 2 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp or spawn
 fsdp 2 | --amp fp16 | --amp fp16 is not tested with sharded gradients; use --amp bf16
+single 1 | --amp bf16-shards | --amp bf16-shards is for fsdp alone; use --amp bf16
+dp 2 | --amp bf16-shards | --amp bf16-shards is for fsdp alone; use --amp bf16
+fsdp 2 | --amp bf16-shards --dtype float64 | --amp bf16-shards is half precision; use --amp off
 fsdp 2 | --channels-last | --channels-last: fsdp cannot shard it
 fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
 ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm

@@ -2,7 +2,9 @@
 
 import functools
 import importlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from harness import (
@@ -10,26 +12,189 @@ from harness import (
     compare,
     deviation,
     in_group,
+    make_args,
     prove_run,
     single_run,
     train,
     undisturbed,
+    walk,
 )
-from patches import BASE
+from patches import BASE, printed
 from torch import nn
 
 import common
 import machinery.check
 import machinery.modes
+import machinery.process
 import machinery.usertask
+from tasks import gpt
 
 NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
+
+
+# ------------------------------------------------------------ how it is built: rank 0's weights
+
+
+def language_model():
+    """With a matrix that two layers share."""
+    sizes = {"context": 8, "vocabulary": 99, "width": 16, "heads": 2, "layers": 2, "dropout": 0.0}
+    return gpt.GPT(type("Args", (), sizes))
+
+
+def filled_in_place():
+    net = nn.Sequential(nn.Linear(40, 40), nn.Conv1d(8, 8, 3), nn.LSTM(8, 8), nn.BatchNorm1d(8))
+    nn.init.trunc_normal_(net[0].weight, std=0.02)
+    nn.init.trunc_normal_(net[1].weight, a=-9, b=1)
+    for part in net[2].weight_hh_l0.data.chunk(4):
+        nn.init.orthogonal_(part)
+    with torch.no_grad():
+        net[0].bias[3:].fill_(7)
+    net.scale = nn.Parameter(torch.randn(5, requires_grad=True) * 2)
+    net.register_buffer("drawn", torch.randn(3))
+    return net
+
+
+def deep_copies():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2).half()
+
+
+def normalised():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].weight.data /= net[0].weight.data.norm()
+    net.drawn = random.random(), np.random.rand()
+    net.largest = net[0].weight.max().item()
+    return net
+
+
+def parametrized():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+def computed_buffer():
+    """A registered buffer that autograd has computed."""
+    net = nn.Linear(4, 4)
+    net.register_buffer("twice", net.weight * 2)
+    net.register_buffer("first", net.weight.detach().clone())
+    return net
+
+
+def read_by_numpy():
+    net = nn.Linear(4, 4)
+    net.first = float(net.weight.detach().numpy()[0, 0])
+    return net
+
+
+def hidden():
+    net = nn.Linear(4, 4)
+    net.teacher = [nn.Linear(4, 4)]  # no part of the network
+    return net
+
+
+def another_name():
+    net = nn.Linear(4, 4)
+    net.first = net.weight.data
+    return net
+
+
+def confused():
+    """It cannot be built where another parameter has overwritten the first."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.ones_(net[0].weight)
+    nn.init.zeros_(net[1].weight)
+    if not net[0].weight.all():
+        raise ValueError
+    return net
+
+
+kept = []
+
+
+def kept_outside():
+    kept[:] = kept or [nn.Linear(4, 4)]
+    return hidden()
+
+
+def facts(net):
+    """What a network holds beside its parameters and buffers."""
+    values = [getattr(net, name, None) for name in ("drawn", "largest", "first")]
+    return repr(
+        [*values, *[p for teacher in getattr(net, "teacher", []) for p in teacher.parameters()]]
+    )
+
+
+def built(build, options, shared):
+    """Compare what the ranks hold with what one device builds, bit by bit."""
+    rank = torch.distributed.get_rank()
+    task = machinery.usertask.Task(make_args("fsdp", *BASE[:2], *options))
+    task.functions["build_model"] = lambda args: build()
+    nets = []
+    for call in (lambda build: build(), machinery.modes.build_once):
+        random.seed(3)
+        np.random.seed(3)
+        nets.append(call(task.build_net))
+    wanted, net = nets
+    places = {p.untyped_storage().data_ptr() for p in net.parameters()}
+    assert (len(places) == 1) == (shared and rank > 0)
+    assert facts(net) == facts(wanted)
+    machinery.modes.shard(net, None, machinery.modes.mesh_of_ranks(torch.device("cpu"), None))
+    expected, found = (dict(n.named_parameters(remove_duplicate=False)) for n in nets)
+    assert found.keys() == expected.keys() and max(p.std() for p in expected.values()) > 0.01
+    for name, value in expected.items():
+        whole = found[name].full_tensor()
+        assert whole.dtype == value.dtype and whole.equal(value), name
+        assert found[name].requires_grad == value.requires_grad
+        same = [other for other in expected if expected[other] is value]
+        assert [other for other in found if found[other] is found[name]] == same
+    buffers = dict(wanted.named_buffers())
+    assert all(value.equal(buffers[name]) for name, value in net.named_buffers())
+
+
+def all_built(builds, shared):
+    for build, options in builds:
+        built(build, options, shared)
+
+
+def test_ranks_get_the_weights_of_rank_0(tmp_path):
+    file = tmp_path / "some.pt"
+    torch.save({name: p + 1 for name, p in language_model().state_dict().items()}, file)
+    builds = [
+        (language_model, []),
+        (language_model, ["--dtype", "float64", "--freeze", "blocks.0.*"]),
+        (language_model, ["--weights", str(file)]),
+        (filled_in_place, ["--seed", "5"]),
+        (deep_copies, []),
+    ]
+    in_group(2, functools.partial(all_built, builds, True))
+
+
+def test_model_whose_code_uses_its_weights_is_built_whole_on_each_rank():
+    builds = [normalised, parametrized, computed_buffer, read_by_numpy, hidden, another_name]
+    pairs = [(build, []) for build in (*builds, confused)]
+    _, out = in_group(2, functools.partial(all_built, pairs, False))
+    assert out.count("each rank builds the whole model, which uses its weights: ") == 7
+    assert "which uses its weights: numpy\n" in out
+
+
+def refused():
+    if torch.distributed.get_rank() == 0:
+        return
+    with pytest.raises(common.UsageError, match="a module of the first call is still in use"):
+        machinery.modes.build_once(kept_outside)
+
+
+def test_module_that_stays_from_the_first_build_is_refused():
+    """Its weights are not those of rank 0, and nobody deals them."""
+    in_group(2, refused)
+
+
+# ------------------------------------------------------------------------------ the run
 
 
 @pytest.mark.parametrize(
     ("options", "n"),
     [
         ("--accum-steps 3 --clip-grad-norm 0.05 --lr 2", 3),
+        ("--accum-steps 3 --clip-grad-norm 0.05 --lr 2 --reduce-every micro-batch", 2),
         pytest.param(
             "--optimizer adamw --lr 0.01 --average ema --freeze first.bias",
             2,
@@ -38,8 +203,39 @@ NET = (*BASE, "--model", "batchnorm", "--log-every", "2")
     ],
 )
 def test_shards_equal_one_device(options, n, tmp_path):
-    argv = (*BASE, *options.split())
-    prove_run(train("fsdp", n, *argv, folder=tmp_path), single_run(*argv))
+    argv, every = (*BASE, *options.split()), ("--reduce-every", "micro-batch")
+    alone = [part for part in argv if part not in every]  # an option of fsdp
+    prove_run(train("fsdp", n, *argv, folder=tmp_path), single_run(*alone))
+
+
+def count_whole_gradients(rank):
+    """Print how many gradients are whole on this rank when the second micro-batch begins."""
+    script = importlib.import_module("train_fsdp")
+    seed_rng = script.seed_rng
+
+    def watched(seed, step, i, rank):
+        seed_rng(seed, step, i, rank)
+        if step == 0 and i == 1:
+            import gc
+
+            from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+            held = [part for part in gc.get_objects() if type(part) is FSDPParam]
+            whole = [
+                part for part in held
+                if part.unsharded_accumulated_grad is not None
+                or (hasattr(part, "_unsharded_param") and part._unsharded_param.grad is not None)
+            ]  # fmt: skip
+            print("whole", len(whole), flush=True)
+
+    script.seed_rng = watched
+
+
+@pytest.mark.parametrize(("every", "whole"), [("step", 4), ("micro-batch", 0)])
+def test_gradients_are_whole_between_micro_batches_unless_each_is_reduced(every, whole, tmp_path):
+    argv = (*BASE, "--epochs", "1", "--accum-steps", "2", "--reduce-every", every)
+    result = train("fsdp", 2, *argv, folder=tmp_path, patch=count_whole_gradients)
+    assert printed(result.out, "whole") == [whole] * 2, result.err
 
 
 @pytest.mark.full
@@ -110,6 +306,64 @@ def test_shards_in_bf16_compute_what_ddp_computes(tmp_path, monkeypatch):
     assert deviation(shards.gradients[0][0], ranks.gradients[0][0]) < 1e-6
     for line, wanted in zip(shards.eval_lines(), ranks.eval_lines(), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+
+
+@pytest.mark.full
+def test_shards_in_bf16_travel_in_bf16_and_resume_as_others_do(tmp_path):
+    """The first layer reads floats that the network makes itself; the checkpoint is in float32."""
+    argv = [part if part != "float64" else "float32" for part in BASE]
+    argv += ["--average", "ema", "--accum-steps", "2"]
+    half, shards, exact = (
+        train("fsdp", 2, *argv, "--amp", amp, folder=tmp_path / amp)
+        for amp in ("bf16", "bf16-shards", "off")
+    )
+    assert shards.code == 0 and not shards.err, shards.err
+    for line, wanted in zip(shards.eval_lines(), half.eval_lines(), strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+    losses, others = ([line["loss"] for line in run.train_lines()] for run in (shards, exact))
+    assert losses[-1] < 0.9 * losses[0] and losses[0] != others[0]
+    tensors = [value for value in walk(shards.checkpoint()) if torch.is_tensor(value)]
+    assert {value.dtype for value in tensors if value.dim()} == {torch.float32}
+    file = str(shards.folder / "last.pt")
+    for mode, amp in (("fsdp", "bf16"), ("ddp", "bf16")):
+        more = ["--resume", file, "--amp", amp, "--epochs", "4"]
+        resumed = train(mode, 2, *more, folder=tmp_path / mode)
+        assert f"--amp {amp} (bf16-shards before)" in resumed.out, resumed.err
+        assert resumed.code == 0 and resumed.train_lines()[-1]["loss"] < 0.95 * losses[0]
+    refused = train("ddp", 2, "--resume", file, "--epochs", "4", folder=tmp_path / "refused")
+    assert refused.code == 2 and "--amp bf16-shards is for fsdp alone" in refused.err
+
+
+def print_kept_copies(amp):
+    """Print in which type weights travel and outputs come, and the MB of bf16 copies that stay."""
+    net, kept, types = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]), {}, set()
+    for layer in net:
+        layer.register_forward_hook(lambda layer, *_: types.add(layer.weight.dtype))
+    device = torch.device("cpu")
+    machinery.modes.shard(net, None, machinery.modes.mesh_of_ranks(device, None), amp)
+
+    def keep(tensor):
+        if tensor.numel() == 512 * 512:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, common.autocast(device, amp):
+        outputs = net(torch.ones(4, 512))
+    alive = [value for value in kept.values() if value.dtype == torch.bfloat16]
+    print(*types, outputs.dtype, sum(value.untyped_storage().nbytes() for value in alive) / 2**20)
+    outputs.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in net.parameters())
+
+
+def test_no_copy_of_the_weights_is_kept_between_forward_and_backward():
+    """Autocast keeps one of each but the first layer, 7 x 0.5 MB; bf16-shards are gathered again."""
+    assert (
+        in_group(2, functools.partial(print_kept_copies, "bf16"))
+        == ["torch.float32 torch.bfloat16 3.5\n"] * 2
+    )
+    shards = in_group(2, functools.partial(print_kept_copies, "bf16-shards"))
+    assert shards == ["torch.bfloat16 torch.float32 0.0\n"] * 2
 
 
 # ------------------------------------------------------------------------------------ what is cut
@@ -194,9 +448,16 @@ def shard_unlike():
     machinery.modes.shard(net, no_module, mesh)
     assert net.running_mean.tolist() == [1] * 4, "of rank 0, as DDP does"
     net = nn.Linear(4, 4)
-    net.bias.data.fill_(torch.distributed.get_rank())
-    with pytest.raises(RuntimeError, match="parameters differ between ranks: bias"):
-        machinery.modes.shard(net, no_module, mesh)
+    net.bias.data.fill_(torch.distributed.get_rank() + 1)
+    machinery.modes.shard(net, no_module, mesh)
+    assert net.bias.full_tensor().tolist() == [1] * 4
+    net = nn.Linear(4, 4 + torch.distributed.get_rank())
+    words = r"weight \[4, 4\] torch.float32 on rank 0, but weight \[5, 4\] torch.float32 on rank 1"
+    if torch.distributed.get_rank() == 1:  # the launcher ends the others
+        with pytest.raises(common.UsageError, match=words):
+            machinery.modes.shard(net, no_module, mesh)
+    else:
+        common.broadcast_object(["weight [4, 4] torch.float32"])  # as shard begins
 
 
 def test_ranks_shard_the_same_network():
@@ -266,7 +527,7 @@ def print_calls():
         print(*(sum(n for op, n in counts.items() if name in op) for name in names))
         return result
 
-    for last in (False, True):
+    for last in (False, True):  # as --reduce-every step does
         net.set_requires_gradient_sync(last)
         loss = watch(lambda: net(torch.ones(2, 64)).sum())
         watch(lambda: guard.scale(loss).backward())  # noqa: B023 (called at once)

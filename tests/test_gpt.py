@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import ROOT, compare, deviation, keyed, make_args, prove, sampler_of, train
 from made_data import make_text
+from patches import printed
 
 from machinery.usertask import load_module
 
@@ -55,6 +56,71 @@ def test_language_model_is_the_same_on_many_devices(mode, n, single, tmp_path):
         assert "resumed at epoch 2" in resumed.out, resumed.err
         found = deviation(resumed.checkpoint()["model"], reference.checkpoint()["model"])
         prove("language model, resumed in another mode", "one device", found, 1e-10)
+
+
+REMEMBERING = """from torch.utils.checkpoint import checkpoint
+from tasks import gpt
+from tasks.gpt import build_datasets, per_sample_loss, per_sample_metrics
+from tasks.gpt import build_optimizer, shard_modules
+def add_options(parser):
+    gpt.add_options(parser)
+    parser.add_argument("--compile-blocks", action="store_true")
+class Block(gpt.Block):
+    def forward(self, values):
+        if not self.training:
+            return super().forward(values)
+        self.calls = getattr(self, "calls", 0) + 1
+        return checkpoint(self.again, values, use_reentrant=False)
+    def again(self, values):
+        self.inner = getattr(self, "inner", 0) + 1
+        return super().forward(values)
+def build_model(args):
+    net = gpt.build_model(args)
+    for block in net.blocks:
+        if args.compile_blocks:
+            block.compile()  # before fsdp cuts it
+        else:
+            block.__class__ = Block
+    return net
+"""
+
+
+def print_calls(rank):
+    """Print how often a block's forward was computed in training, and how often it was called."""
+    from machinery.run import Run
+
+    finish = Run.finish
+
+    def watched(run):
+        finish(run)
+        block = run.state.net.blocks[1]
+        print("calls", [getattr(block, "inner", 0), getattr(block, "calls", 0)])
+
+    Run.finish = watched
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mode", "n", "option", "allowed"),
+    [
+        ("single", 1, "", 0),
+        ("ddp", 2, "", 1e-10),
+        ("fsdp", 2, "", 1e-10),
+        ("fsdp", 2, "--compile-blocks", 1e-10),
+    ],
+)
+def test_activation_checkpoints_and_compiled_blocks_change_nothing(
+    mode, n, option, allowed, single, tmp_path
+):
+    """With accumulation, and a matrix that the first and the last layer share."""
+    argv, reference = single
+    (tmp_path / "remembering.py").write_text(REMEMBERING)
+    argv = ["--task", tmp_path / "remembering.py", *argv[2:], *option.split()]
+    result = train(mode, n, *argv, folder=tmp_path, patch=print_calls, timeout=300)
+    for name, found in compare(result, reference).items():
+        prove(f"{name} of a model with checkpoints, or compiled", "one device", found, allowed)
+    for inner, calls in printed(result.out, "calls"):
+        assert inner == 2 * calls and (calls > 0) == (not option), "each is computed again"
 
 
 def stop(rank):

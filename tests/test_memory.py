@@ -1,5 +1,6 @@
 """What a run keeps in memory."""
 
+import importlib
 import itertools
 import os
 import re
@@ -8,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import ROOT, train
+import torch
+from harness import ROOT, TASKS, train
 from patches import BASE, printed
 
 import machinery.run
@@ -99,3 +101,56 @@ def test_loader_worker_keeps_no_copy_of_the_network(mode, n, tmp_path):
             largest[process, rows] = max(printed(result.out, process))
     more = {name: largest[name, 10_000_000] - largest[name, 16] for name in ("worker", "rank")}
     assert more["worker"] < 10_000 < 40_000 / n < more["rank"], f"kB: {more}"
+
+
+BLOCKS = """import torch
+from torch import nn
+from tiny import build_datasets, per_sample_loss, per_sample_metrics, add_options
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 2048), nn.Linear(2048, 10)
+        self.blocks = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(16)])
+    def forward(self, images):
+        values = self.first(images.flatten(1).to(self.first.weight.dtype) / 90)
+        return self.last(self.blocks(values))
+def build_model(args): return Net()
+"""
+
+
+def memory(name):
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def print_peak_of_build(rank):
+    """Print the most kB that this process gets until the network is cut."""
+    importlib.import_module("torch.distributed.fsdp")  # its code is not counted
+    script = importlib.import_module("train_fsdp")
+    build_once, shard, before = script.build_once, script.shard, []
+
+    def watched(build):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        before.append(memory("VmRSS"))
+        return build_once(build)
+
+    def watched_shard(*arguments):
+        shard(*arguments)
+        print("peak", memory("VmHWM") - before[0], flush=True)
+        torch.distributed.barrier()
+        os._exit(0)
+
+    script.build_once, script.shard = watched, watched_shard
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", ["--average ema", "--dtype float64"])
+def test_rank_that_is_not_the_first_never_holds_the_whole_network(options, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(TASKS))
+    (tmp_path / "blocks.py").write_text(BLOCKS)
+    argv = f"--task {tmp_path}/blocks.py --device cpu --epochs 1 --batch-size 100 --optimizer adamw"
+    argv = [*argv.split(), *options.split()]
+    result = train("fsdp", 2, *argv, folder=tmp_path, patch=print_peak_of_build)
+    assert result.code == 0, result.err
+    size = (16 * 2048 * 2049 + 65 * 2048 + 2049 * 10) * (8 if "float64" in options else 4) / 1024
+    first, other = (peak / size for peak in printed(result.out, "peak"))
+    assert 0.5 < other < 0.7 and 1 < first < 1.3, (first, other)
