@@ -942,12 +942,17 @@ def whole(state: Any) -> Any:
 
 def cut_like(value: Any, like: Any) -> Any:
     """Return a whole tensor, cut among the ranks as `like` is; return anything else as it is."""
-    if not hasattr(like, "full_tensor") or getattr(value, "shape", None) != like.shape:
+    is_cut = hasattr(value, "full_tensor") or not hasattr(like, "full_tensor")
+    if is_cut or getattr(value, "shape", None) != like.shape:
         return value
-    from torch.distributed.tensor import distribute_tensor  # slow to import
+    from torch.distributed.tensor import DTensor  # slow to import
 
-    place = like.device_mesh, like.placements
-    return distribute_tensor(value.to(like.device), *place, src_data_rank=None)
+    mesh, place = like.device_mesh, like.placements
+    each = -(-like.shape[0] // mesh.size(mesh.ndim - 1))  # as FSDP cuts rows
+    first = each * mesh.get_coordinate()[-1]
+    own = value[first : first + each].to(like.device)  # of a file it reads no more
+    form = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(own, mesh, place, run_check=False, **form)
 
 
 # ------------------------------------------------------------------------------- checkpoint files
