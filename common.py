@@ -918,8 +918,11 @@ class State:
         state |= {key: value for key, value in saved["state"].items() if key not in before}
         for i, (name, parameter) in enumerate(zip(names, parameters)):
             if name in saved["state"]:
-                cut = functools.partial(cut_like, like=parameter)
-                state[i] = tree_map(cut, saved["state"][name], lambda v: hasattr(v, "shape"))
+                state[i] = tree_map(
+                    functools.partial(cut_like, like=parameter),
+                    saved["state"][name],
+                    lambda value: hasattr(value, "shape") and not hasattr(value, "full_tensor"),
+                )
         # Beside state and groups an optimizer may save numbers of its own, as Lookahead does.
         extra = {key: saved[key] for key in saved.keys() - {"kind", "state", "param_groups"}}
         self.optimizer.load_state_dict(now | extra | {"state": state})
@@ -944,8 +947,7 @@ def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor)
 
 def cut_like(value: Any, like: Any) -> Any:
     """Return a whole tensor, cut among the ranks as `like` is; return anything else as it is."""
-    is_cut = hasattr(value, "full_tensor") or not hasattr(like, "full_tensor")
-    if is_cut or getattr(value, "shape", None) != like.shape:
+    if not hasattr(like, "full_tensor") or getattr(value, "shape", None) != like.shape:
         return value if isinstance(value, Tensor) or not hasattr(value, "shape") else value[:]
     from torch.distributed.tensor import DTensor  # slow to import
 

@@ -272,7 +272,7 @@ class Run:
         if self.files and not problem:
             problem = self.files.write_checkpoint(
                 checkpoint | {"data": self.data | self.hashes, "config": self.config},
-                [name for name, _ in self.state.net.named_parameters()],
+                [name for name, _ in self.state.net.named_parameters() if not self.in_shards],
                 names,
             )
         if problem := broadcast_object(problem, self.patient):
@@ -522,7 +522,11 @@ class RunFiles:
         """
         if not self.eval_only:
             if state and self.resume_path.resolve() != (self.directory / "last.pt").resolve():
-                shards.copy_folder(self.resume_path, self.directory)
+                checkpoint = load_checkpoint(self.resume_path, verify=False)
+                if folder := shards.folder_of(checkpoint, self.resume_path):
+                    (self.directory / folder.name).mkdir(exist_ok=True)
+                    for file in folder.glob("*.pt"):
+                        copy_checkpoint(file, self.directory / folder.name / file.name)
                 copy_checkpoint(self.resume_path, self.directory / "last.pt")
             shards.remove_unnamed(self.directory)  # what a kill has left
             self.metrics_file.truncate(self._bytes_before(state) if state else 0)
@@ -567,10 +571,8 @@ class RunFiles:
         If parameters are not finite, write nothing and return a text that names them, else "".
         """
         parts = checkpoint["model"], checkpoint["average"]["tensors"]
-        own = [
-            (n, part[n]) for part in parts for n in parameters if isinstance(part.get(n), Tensor)
-        ]
-        if bad := [name for name, value in own if has_non_finite(value)]:
+        bad = [n for part in parts for n in parameters if n in part and has_non_finite(part[n])]
+        if bad:
             advice = "a mask, infinite on purpose, must be a buffer"
             return f"non-finite values in {', '.join(bad[:5])}; {advice}"
         os.fsync(self.metrics_file.fileno())  # a checkpoint must not be ahead of the log

@@ -58,7 +58,7 @@ class Rows:
 
 
 def assemble(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the checkpoint with `Rows` for what is in shards. The ranks share the checks."""
+    """Return the checkpoint with `Rows` for what is in shards. Each rank checks some files."""
     if not (folder := folder_of(checkpoint, path)):
         return checkpoint
 
@@ -80,14 +80,6 @@ def folder_of(checkpoint: Any, path: Path) -> Path | None:
     if not re.fullmatch(NAME, name := str(shards.get("folder"))):  # as ../..
         raise common.UsageError(f"{path}: {name} is no folder of shards")
     return path.parent / name
-
-
-def copy_folder(path: Path, directory: Path) -> None:
-    """Give the shards of a checkpoint names in another directory, or copy them."""
-    if folder := folder_of(common.load_checkpoint(path, verify=False), path):
-        (directory / folder.name).mkdir(exist_ok=True)
-        for file in folder.glob("*.pt"):
-            common.copy_checkpoint(file, directory / folder.name / file.name)
 
 
 def remove_unnamed(directory: Path) -> None:
