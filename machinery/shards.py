@@ -26,7 +26,7 @@ def split(state: Any, rows: list[Tensor]) -> Any:
     """Return the state with a place in `rows` for each sharded tensor, and the rest whole."""
 
     def take(tensor: Tensor) -> Any:
-        if not hasattr(tensor, "full_tensor"):
+        if not hasattr(tensor, "full_tensor") or not tensor.placements[-1].is_shard(0):
             return common.whole(tensor)
         own = tensor.to_local().detach()
         padded = own.untyped_storage().nbytes() > own.nbytes  # a file would hold that too
@@ -58,7 +58,9 @@ class Rows:
 
 
 def assemble(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the checkpoint with `Rows` for what is in shards. Each rank checks some files."""
+    """Return the checkpoint with `Rows` in place of what is in shards.
+
+    Each rank checks its share of the files for damage. Raises UsageError."""
     if not (folder := folder_of(checkpoint, path)):
         return checkpoint
 

@@ -10,15 +10,16 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults import differences
-from harness import ROOT, TASKS, deviation, prove, single_run, train, undisturbed
+from harness import ROOT, TASKS, deviation, in_group, prove, single_run, train, undisturbed
 from patches import BASE, Patches, stop_after, without_speed
 from runs import assert_same_log
 from short_runs import EVERYTHING
 from whole import load_whole
 
 import machinery.run
-from machinery.shards import is_place
+from machinery.shards import is_place, split
 
 ALL = (*EVERYTHING, "--average", "ema", "--keep-every", "2")  # dropout and BatchNorm too
 ADAM = (*BASE, "--optimizer", "adamw", "--lr", "0.003", "--average", "ema")
@@ -97,6 +98,26 @@ def in_shards(tmp_path_factory):
     )
     assert result.code == 0, result.err
     return result
+
+
+def hold_other_tensors():
+    """An optimizer may keep tensors that FSDP has not cut by rows."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(12.0).view(3, 4)
+    places = {"same": Replicate(), "columns": Shard(1), "rows": Shard(0)}
+    state = {name: distribute_tensor(whole, mesh, [place]) for name, place in places.items()}
+    rows = []
+    found = split(state | {"number": 7}, rows)
+    assert is_place(found["rows"]) and [len(own) for own in rows] == [2 - dist.get_rank()]
+    assert rows[0].untyped_storage().nbytes() == rows[0].nbytes, "without padding"
+    for name in ("same", "columns"):
+        assert found[name] is None if dist.get_rank() else found[name].equal(whole)
+
+
+def test_only_what_is_cut_by_rows_goes_into_shards():
+    in_group(2, hold_other_tensors)
 
 
 def test_names_of_one_save_share_a_folder(in_shards):
