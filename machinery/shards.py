@@ -58,9 +58,7 @@ class Rows:
 
 
 def assemble(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the checkpoint with `Rows` in place of what is in shards.
-
-    Each rank checks its share of the files for damage. Raises UsageError."""
+    """Return the checkpoint with `Rows` for what is in shards. Each rank checks some files."""
     if not (folder := folder_of(checkpoint, path)):
         return checkpoint
 
