@@ -376,6 +376,8 @@ def load_weights(net: nn.Module, content: Any, source: str, complete: bool = Fal
     are left out. Raises UsageError if nothing fits, or if the model needs more and `complete` is
     set.
     """
+    if isinstance(content, dict) and isinstance(content.get("shards"), dict):
+        raise UsageError(f"{source}: in shards; python tools/whole.py FILE OUT.pt makes one file")
     own = {name: value for name, value in net.state_dict().items() if isinstance(value, Tensor)}
     given = {}
     for name, value in find_weights(content).items():
@@ -781,6 +783,20 @@ def in_order(ranks: list[dict[str, list[list]]], name: str) -> list:
 # ----------------------------------------------------------------------------- the state of a run
 
 
+def whole(state: Any) -> Any:
+    """Return the state with whole tensors on rank 0's CPU, and None for each on the other ranks.
+
+    Call it on every rank.
+    """
+
+    def on_rank0(tensor: Tensor) -> Tensor | None:
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor().clone()  # a file would hold the padding behind a view
+        return tensor.to("cpu") if get_rank() == 0 else None
+
+    return tree_map(on_rank0, state)
+
+
 @dataclasses.dataclass
 class State:
     """What training changes. `epoch` and the `step` within it tell what comes next."""
@@ -803,7 +819,7 @@ class State:
         state = self.net.state_dict().items()
         return {n: (v.shape, v.dtype) for n, v in state if isinstance(v, Tensor) and v.numel()}
 
-    def checkpoint(self) -> dict[str, Any]:
+    def checkpoint(self, collect: Callable[[Any], Any] = whole) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.
 
         Call it on every rank: they put the parts of sharded tensors together. Rank 0 gets them, and
@@ -815,7 +831,7 @@ class State:
             problem = f"the forward has changed shape or type of {', '.join(changed)}"
             advice = "make it in its largest shape, and copy into it"
             raise RuntimeError(f"{problem}: no new run could load it; {advice}")
-        model, average = whole(self.net.state_dict()), whole(self.average.tensors)
+        model, average = collect(self.net.state_dict()), collect(self.average.tensors)
         evaluated = copy.copy(model)  # the tensors are in the file once
         if self.average.n_averaged:
             names = {value: name for name, value in self.average.averaged().items()}
@@ -825,7 +841,7 @@ class State:
             "format": FORMAT,
             "weights": evaluated,
             "model": model,
-            "optimizer": whole(self.optimizer_by_name()),
+            "optimizer": collect(self.optimizer_by_name()),
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": {"n_averaged": self.average.n_averaged, "tensors": average},
@@ -904,8 +920,11 @@ class State:
         state |= {key: value for key, value in saved["state"].items() if key not in before}
         for i, (name, parameter) in enumerate(zip(names, parameters)):
             if name in saved["state"]:
-                cut = functools.partial(cut_like, like=parameter)
-                state[i] = tree_map(cut, saved["state"][name])
+                state[i] = tree_map(
+                    functools.partial(cut_like, like=parameter),
+                    saved["state"][name],
+                    lambda value: hasattr(value, "shape") and not hasattr(value, "full_tensor"),
+                )
         # Beside state and groups an optimizer may save numbers of its own, as Lookahead does.
         extra = {key: saved[key] for key in saved.keys() - {"kind", "state", "param_groups"}}
         self.optimizer.load_state_dict(now | extra | {"state": state})
@@ -928,28 +947,18 @@ def restore_types(now: dict[str, Any], saved: dict[str, Any], parameter: Tensor)
             now[name] = tree_map(lambda tensor: tensor.to(parameter.device, copy=True), value)
 
 
-def whole(state: Any) -> Any:
-    """Return the state with whole tensors on rank 0's CPU, and None for each on the other ranks.
-
-    Call it on every rank.
-    """
-
-    def on_rank0(tensor: Tensor) -> Tensor | None:
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor().clone()  # a file would hold the padding behind a view
-        return tensor.to("cpu") if get_rank() == 0 else None
-
-    return tree_map(on_rank0, state)
-
-
 def cut_like(value: Any, like: Any) -> Any:
     """Return a whole tensor, cut among the ranks as `like` is; return anything else as it is."""
     if not hasattr(like, "full_tensor") or getattr(value, "shape", None) != like.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor  # slow to import
+        return value if isinstance(value, Tensor) or not hasattr(value, "shape") else value[:]
+    from torch.distributed.tensor import DTensor  # slow to import
 
-    place = like.device_mesh, like.placements
-    return distribute_tensor(value.to(like.device), *place, src_data_rank=None)
+    mesh, place = like.device_mesh, like.placements
+    each = -(-like.shape[0] // mesh.size(mesh.ndim - 1))  # as FSDP cuts rows
+    first = each * mesh.get_coordinate()[-1]
+    own = value[first : first + each].to(like.device)  # of a file it reads no more
+    form = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(own, mesh, place, run_check=False, **form)
 
 
 # ------------------------------------------------------------------------------- checkpoint files

@@ -70,10 +70,10 @@ def option(
     OPTIONS.append(Option(headlines[-1], name, modes, settings))
 
 
-def flag(name: str, text: str, default: bool = False) -> None:
+def flag(name: str, text: str, default: bool = False, *modes: str) -> None:
     """Declare a switch with a negative form: --compile and --no-compile."""
     settings = {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
-    OPTIONS.append(Option(headlines[-1], name, (), settings))
+    OPTIONS.append(Option(headlines[-1], name, modes, settings))
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], Any]:
@@ -238,6 +238,7 @@ option("--save-every", positive, "STEPS", None,
        "write last.pt this often, not only after each epoch")
 option("--keep-every", positive, "EPOCHS", None,
        "also keep the checkpoint of every N-th epoch")
+flag("--shards", "each rank writes its own part of each checkpoint", False, "fsdp")
 flag("--eval-only", "evaluate what --resume or --weights names, and end")
 option("--log-every", positive, "STEPS", 50, "steps between two lines of the log")
 flag("--tensorboard", "also write the log for TensorBoard, into --output-dir")

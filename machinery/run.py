@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -35,6 +37,7 @@ from common import (
     print0,
     save_checkpoint,
 )
+from machinery import shards
 from machinery.cli import check_directory, declared
 from machinery.identity import check_agreement, fingerprint, identity
 from machinery.process import Stopped, bad_input, command
@@ -72,8 +75,8 @@ class Run:
     ) -> None:
         self.state, self.device, self.args = state, device, args
         self.sampler: GlobalBatchSampler = train_loader.batch_sampler
-        self.directory = Path(args.output_dir)
-        self.config = declared(args)
+        self.directory, self.config = Path(args.output_dir), declared(args)
+        self.in_shards = args.parallel_mode == "fsdp" and args.shards
         devices = common.get_world_size() * getattr(args, "replicas", 1)
         self.log = Log(state, self.sampler, device, args, devices)
         self.meter = self.log.meter  # the loop adds to it
@@ -90,9 +93,9 @@ class Run:
         else:
             with as_task_error("a checkpoint of this model or optimizer could not be loaded"):
                 self.state.load_itself()
-        self._on_rank0(
-            lambda: self.files.begin(self.state if found else None, self.args.tensorboard)
-        )
+        if self.in_shards and not self.args.eval_only:
+            self._write_shard([])  # do all ranks see the directory?
+        self._on_rank0(lambda: self.files.begin(self.state if found else None, self.args))
         if not self.args.eval_only:  # which has nothing to save
             self.stop_signal = StopSignal()
         self.log.start_times()
@@ -121,19 +124,14 @@ class Run:
             if fingerprint(path) != expected:
                 raise UsageError(f"--resume {path}: another file than that of rank 0")
             self._check_data(checkpoint, path)
-            self.state.restore(checkpoint)
+            self.state.restore(shards.assemble(checkpoint, path))
         except UsageError as error:
             problem = str(error)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             words = " ".join(str(error).split())
             problem = f"--resume {path}: does not fit the model or the optimizer: {words}"
-        problems = [problem]
-        if dist.is_initialized():
-            problems *= dist.get_world_size()
-            dist.all_gather_object(problems, problem, group=self.patient)
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise bad_input(f"{problem} (rank {rank})" if rank else problem)
+        if problem := self._first_problem(problem):
+            raise bad_input(problem)
         state = self.state
         state.best = state.best if best_goes_on else None
         if not self.args.eval_only:  # --batch-size may be another, and so the steps of an epoch
@@ -176,6 +174,14 @@ class Run:
         if error:
             raise error
         return result
+
+    def _first_problem(self, problem: str) -> str:
+        """Return on every rank the first rank's problem, "" if none has one."""
+        problems = [problem]
+        if dist.is_initialized():
+            problems *= dist.get_world_size()
+            dist.all_gather_object(problems, problem, group=self.patient)
+        return next((f"{p} (rank {r})" if r else p for r, p in enumerate(problems) if p), "")
 
     def batches(self, loader: DataLoader) -> Iterator[list]:
         """Yield the micro-batches of each step that is left of the epoch, on the device."""
@@ -262,12 +268,13 @@ class Run:
         finite, the run ends, and the last good files stay.
         """
         self.log.spend("train_s")
-        checkpoint = self.state.checkpoint()
-        problem = ""
-        if self.files:
-            checkpoint |= {"data": self.data | self.hashes, "config": self.config}
-            parameters = [name for name, _ in self.state.net.named_parameters()]
-            problem = self.files.write_checkpoint(checkpoint, parameters, names)
+        checkpoint, problem = self._save_rows() if self.in_shards else (self.state.checkpoint(), "")
+        if self.files and not problem:
+            problem = self.files.write_checkpoint(
+                checkpoint | {"data": self.data | self.hashes, "config": self.config},
+                [name for name, _ in self.state.net.named_parameters() if not self.in_shards],
+                names,
+            )
         if problem := broadcast_object(problem, self.patient):
             step = self.state.global_step
             kept = f"step {step} is not saved, the last good checkpoint stays"
@@ -275,6 +282,38 @@ class Run:
         self.log.spend("save_s")
         if self.stopping:
             self._end_on_signal()
+
+    def _save_rows(self) -> tuple[dict[str, Any], str]:
+        """Write this rank's rows, for --shards; return the rest, and what is not finite."""
+        rows: list[Tensor] = []
+        checkpoint = self.state.checkpoint(functools.partial(shards.split, rows=rows))
+        values = (*checkpoint["model"].items(), *checkpoint["average"]["tensors"].items())
+        cut = [(name, rows[v["place in shards"]]) for name, v in values if shards.is_place(v)]
+        bad = ", ".join([name for name, own in cut if has_non_finite(own)][:5])
+        problem = self._first_problem(f"non-finite values in {bad}" if bad else "")
+        if not problem:
+            checkpoint["shards"] = self._write_shard(rows)
+        return checkpoint, problem
+
+    def _write_shard(self, rows: list[Tensor]) -> dict[str, Any]:
+        """Write this rank's rows into a new folder; when it returns, all ranks have done so."""
+        mesh = next(p.device_mesh for p in self.state.net.parameters() if hasattr(p, "full_tensor"))
+        *copy, index = mesh.get_coordinate()  # --shard-size: several ranks may hold the same rows
+        name = f"shards-{self.state.global_step:08}-{os.urandom(4).hex()}"
+        if self.files:
+            (self.directory / name).mkdir()
+        folder, problem = self.directory / broadcast_object(name, self.patient), ""
+        try:
+            os.stat(folder)  # raises if this rank does not see it
+            if not any(copy):
+                save_checkpoint(rows, folder / f"{index:05}.pt")
+        except OSError as error:
+            problem = str(error)
+        if problem := self._first_problem(problem):
+            shutil.rmtree(folder, ignore_errors=True)
+            refused = f"--shards needs a directory that all ranks see: {problem}"
+            raise OSError(problem) if rows else bad_input(refused)
+        return {"folder": folder.name, "files": mesh.size(mesh.ndim - 1)}
 
     def _end_on_signal(self) -> NoReturn:
         """End the run on a signal, after a save."""
@@ -475,7 +514,7 @@ class RunFiles:
         except UsageError:  # there is none, or it is damaged
             return None
 
-    def begin(self, state: State | None, tensorboard: bool) -> None:
+    def begin(self, state: State | None, args: Namespace) -> None:
         """Write the first files, after the checkpoint of --resume was found to fit.
 
         last.pt becomes that checkpoint; log lines of later steps are removed. `state` is None in a
@@ -483,9 +522,15 @@ class RunFiles:
         """
         if not self.eval_only:
             if state and self.resume_path.resolve() != (self.directory / "last.pt").resolve():
+                checkpoint = load_checkpoint(self.resume_path, verify=False)
+                if folder := shards.folder_of(checkpoint, self.resume_path):
+                    (self.directory / folder.name).mkdir(exist_ok=True)
+                    for file in folder.glob("*.pt"):
+                        copy_checkpoint(file, self.directory / folder.name / file.name)
                 copy_checkpoint(self.resume_path, self.directory / "last.pt")
+            shards.remove_unnamed(self.directory)  # what a kill has left
             self.metrics_file.truncate(self._bytes_before(state) if state else 0)
-        if tensorboard and not self.only_reads:
+        if args.tensorboard and not self.only_reads:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = state.global_step + 1 if state else 0
@@ -532,6 +577,7 @@ class RunFiles:
             return f"non-finite values in {', '.join(bad[:5])}; {advice}"
         os.fsync(self.metrics_file.fileno())  # a checkpoint must not be ahead of the log
         save_checkpoint(checkpoint, *(self.directory / name for name in names))
+        shards.remove_unnamed(self.directory)
         return ""
 
     def close(self) -> None:

@@ -210,6 +210,8 @@ def main() -> None:
     if args.command == "prepare":
         return prepare(args.text, args.directory)
     checkpoint = torch.load(args.checkpoint, weights_only=True)
+    if "shards" in checkpoint:
+        parser.error(f"{args.checkpoint} is in shards; python tools/whole.py makes one file of it")
     net = build_model(Namespace(**checkpoint["config"]))
     net.load_state_dict(checkpoint["weights"])
     written = generate(net, list(args.start.encode()), args.count)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memory
 import pytest
 import torch
 from harness import ROOT, TASKS, train
@@ -66,6 +67,18 @@ def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
     shown = [int(line.split()[1]) for line in result.stdout.splitlines() if "faults" in line]
     faults = [after - before for before, after in itertools.pairwise(shown)]
     assert len(faults) >= 10 and sorted(faults)[len(faults) // 2] < 500, faults
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["--shards", "--no-shards"])
+def test_host_memory_of_the_first_save_and_of_a_resume(option, tmp_path, monkeypatch):
+    """Parameters and optimizer state of a rank are 1.5 models. A save in shards adds nothing to that, one in a whole file 3."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "65536")  # as memory.py does, and for this test alone
+    found = memory.host_memory(2, 8, tmp_path, option)
+    assert all(1.45 < rank["resume"] < 1.7 for rank in found), found
+    first, second = (rank["first save"] for rank in found)
+    assert 1.45 < second < 1.7 and (1.45 < first < 1.7 if option == "--shards" else 4 < first < 5)
 
 
 TABLE = r"""import re, torch

@@ -39,7 +39,7 @@ def test_booleans_can_be_turned_off_and_help_is_readable(mode):
 
 def test_options_have_the_same_names_and_defaults_in_all_modes():
     own = {"dp": {"replicas"}, "spawn": {"nproc", "nnodes", "node_rank", "dist_url"}}
-    own |= {"fsdp": {"shard_size", "reduce_every"}}
+    own |= {"fsdp": {"shard_size", "reduce_every", "shards"}}
     plain = vars(machinery.cli.parse_args("single", []))
     for mode in ("dp", "ddp", "spawn", "fsdp"):
         args = vars(machinery.cli.parse_args(mode, []))

@@ -76,7 +76,7 @@ def test_tasks_know_nothing_of_ranks_and_no_program_of_one_maker():
 
 # Who may import whom: only what stands further to the right. So there is no circle either.
 # The scripts stand before all, and import none of each other.
-ORDER = "launch run cli modes check usertask identity notebook process rendezvous signals".split()
+ORDER = "launch run shards cli modes check usertask identity notebook process rendezvous signals".split()
 ORDER = [f"machinery.{name}" for name in ORDER]
 ORDER += [
     "tasks.detect",

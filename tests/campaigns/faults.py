@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
 
 import torch
 from launches import MEASURED, Launch, marked, send
+from whole import load_whole
 
 import sampling
+from machinery.shards import folder_of
 
 EPOCHS, BATCH, SAMPLES = 6, 15, 203
 SEED = 1  # not 0: the hash of the data in a checkpoint has it, and would meet the marked sample
@@ -109,6 +111,21 @@ def kill_in_save(trial: Trial, launch: Launch) -> bool:
     return hit
 
 
+def kill_in_save_of_shards(trial: Trial, launch: Launch) -> bool:
+    """Hit the next save after the trial's instant: all processes, or one rank, which the others wait for."""
+    hit = trial.comes(launch)
+    before = {*trial.output.glob("shards-*")}
+    while hit and before >= {*trial.output.glob("shards-*")}:
+        hit = launch.process.poll() is None
+    time.sleep(trial.rng.uniform(0, 0.02))
+    ranks = launch.ranks() if trial.rng.random() < 0.5 else []
+    send(
+        trial.rng.sample(ranks, min(1, len(ranks))) or launch.processes() if hit else [],
+        signal.SIGKILL,
+    )
+    return hit
+
+
 def in_the_task(trial: Trial, launch: Launch) -> bool:
     """tests/tasks/faulty.py does it."""
     launch.process.wait(LIMIT)
@@ -168,6 +185,13 @@ FAULTS = [
     sent("SIGKILL", "one rank", signal_rank, FAILURE, KILLED, SEVERAL),
     sent("SIGKILL", "the launcher", signal_launcher, {137}),
     Fault("SIGKILL within a save", kill_in_save, {137}),
+    Fault(
+        "SIGKILL within a save in shards",
+        kill_in_save_of_shards,
+        FAILURE,
+        places=[("fsdp", 2), ("fsdp", 3)],
+        options=[*DIGITS, "--shards"],
+    ),
     sent("SIGTERM", "the launcher", signal_launcher, {143}),
     sent("SIGHUP", "the launcher", signal_launcher, {129}),
     sent("SIGTERM", "one rank", signal_rank, {143}),
@@ -214,6 +238,8 @@ class Trial:
         self.resume_mode = other if self.rng.random() < 0.3 else self.mode
         variations = VARIATIONS[:2] if fault.task else VARIATIONS  # the marked sample must be drawn
         self.options = [*fault.options, *self.rng.choice(variations)]
+        if self.mode == "fsdp" and "--shards" not in self.options and self.rng.random() < 0.5:
+            self.options.append("--shards")
         self.folder = campaign.folder / f"trial-{number}"
         self.output = self.folder / "run"
         self.logged = 0  # the last step in its log when the fault came
@@ -290,7 +316,10 @@ class Trial:
         return done
 
     def compare(self) -> None:
-        left = [path.name for path in self.output.iterdir() if "tmp" in path.name]
+        left = [path.name for path in self.output.rglob("*") if "tmp" in path.name]
+        files = self.output.glob("*.pt")
+        named = {folder_of(torch.load(path, weights_only=True), path) for path in files}
+        left += [path.name for path in self.output.glob("shards-*") if path not in named]
         expect(not left, f"left in the folder: {', '.join(left)}")
         for name in ("last.pt", "best.pt"):
             ours, theirs = load(self.output / name), load(self.reference.output / name)
@@ -314,7 +343,7 @@ def sample_at(epoch: int, place: int) -> str:
 
 
 def load(path: Path) -> dict[str, Any] | None:
-    return torch.load(path, weights_only=True) if path.exists() else None
+    return load_whole(path) if path.exists() else None
 
 
 def position(path: Path) -> int:
