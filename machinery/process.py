@@ -21,6 +21,7 @@ import torch.distributed as dist
 from common import UsageError
 from machinery.signals import SIGNALS, handle_signals, ignore_signals
 
+RUN_SH = Path(__file__).resolve().parent.parent / "run.sh"
 FAILED = 4  # exit code of a rank that failed, for machinery/launch.py, which makes it 1
 GRACE = 10  # seconds until the other ranks are killed after a failure: one may hang
 # Words in error messages of torch, and what to do.
@@ -190,8 +191,7 @@ def command(options: str) -> str:
     args, devices, here = this_run
     if devices > here:
         return f"the same command with {options}"  # on each machine
-    script = os.path.relpath(Path(__file__).parent.parent / "run.sh")
-    return f"bash {shlex.quote(script)} {args.parallel_mode} {devices} {options}"
+    return f"bash {shlex.quote(os.path.relpath(RUN_SH))} {args.parallel_mode} {devices} {options}"
 
 
 def first_to_fail() -> bool:

@@ -131,7 +131,7 @@ def build_model(args): return Net()
 """
 
 
-def memory(name):
+def own_memory(name):
     return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
@@ -143,12 +143,12 @@ def print_peak_of_build(rank):
 
     def watched(build):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        before.append(memory("VmRSS"))
+        before.append(own_memory("VmRSS"))
         return build_once(build)
 
     def watched_shard(*arguments):
         shard(*arguments)
-        print("peak", memory("VmHWM") - before[0], flush=True)
+        print("peak", own_memory("VmHWM") - before[0], flush=True)
         torch.distributed.barrier()
         os._exit(0)
 
