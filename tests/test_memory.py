@@ -78,7 +78,10 @@ def test_host_memory_of_the_first_save_and_of_a_resume(option, tmp_path, monkeyp
     found = memory.host_memory(2, 8, tmp_path, option)
     assert all(1.45 < rank["resume"] < 1.7 for rank in found), found
     first, second = (rank["first save"] for rank in found)
-    assert 1.45 < second < 1.7 and (1.45 < first < 1.7 if option == "--shards" else 4 < first < 5)
+    if option == "--shards":
+        assert 1.45 < first < 1.7 and 1.45 < second < 1.7, found
+    else:  # a whole tensor, an eighth of the model, is on all ranks for a moment
+        assert 4 < first < 5 and 1.45 < second < 2, found
 
 
 TABLE = r"""import re, torch
