@@ -35,7 +35,7 @@ import torch.multiprocessing as mp
 
 from machinery import process as this_process
 from machinery.cli import parse_args
-from machinery.process import FAILED, GRACE, leave, run_main, tell
+from machinery.process import FAILED, GRACE, leave, run_main, tell, tell_way_on
 from machinery.rendezvous import stay_on_this_machine, use_interface_to
 from machinery.signals import SIGNALS, handle_signals
 from sampling import end_with_parent
@@ -82,6 +82,8 @@ def wait_for(processes: list) -> int:
         process.wait() if hasattr(process, "wait") else process.join()
     code, cause = diagnose(ended, received)
     tell(cause)
+    if code:
+        tell_way_on(code)
     return code
 
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 import common
 from common import UsageError, autocast, batch_norms, gather_samples, to_device, tree_map
+from machinery.identity import digest
 from machinery.usertask import Task
 from sampling import seed_generators
 
@@ -142,7 +143,14 @@ TABLES = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last: a
 # Functions of torch, by name, that copy a tensor, and that tell nothing of its numbers.
 COPIES = {"clone", "to", "double", "float", "half", "bfloat16"}
 NO_READS = {"__get__", "__set__", "__hash__", "dim", "size", "numel", "nelement", "is_contiguous"}
-NO_READS |= {"stride", "is_floating_point", "is_complex", "_has_compatible_shallow_copy_type"}
+NO_READS |= {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
+NO_READS |= {
+    "__len__",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "_has_compatible_shallow_copy_type",
+}
 
 
 def build_once(build: Callable[[], nn.Module]) -> nn.Module:
@@ -246,6 +254,10 @@ def shard(net: nn.Module, choose: Callable | None, mesh: DeviceMesh, amp: str = 
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
     refuse_lists(net)
     mine = [f"{name} {[*p.shape]} {p.dtype}" for name, p in net.named_parameters()]
+    for name, module in net.named_modules():  # what its code has made of weights, or drawn
+        mine += [f"{name}.{n} {v}" for n, v in vars(module).items() if type(v) in (int, float)]
+        plain = ((n, v) for n, v in vars(module).items() if isinstance(v, Tensor))
+        mine += [f"{name}.{n}, numbers {digest(v)}" for n, v in plain]
     for first, here in itertools.zip_longest(common.broadcast_object(mine), mine):
         if first != here:
             found = f"{first} on rank 0, but {here} on rank {dist.get_rank()}"

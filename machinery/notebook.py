@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from common import UsageError
 from machinery import process
+from machinery.process import Stopped
 from machinery.signals import SIGNALS, in_main_thread
 
 
@@ -32,6 +34,14 @@ def leaves_no_trace(main: Callable[..., int]) -> Callable[..., int]:
                 contextlib.redirect_stderr(process.Output(sys.stderr)),
             ):
                 return main(*arguments, **options)
+        except Stopped as stop:
+            if (stop.code, stop.reason) != (0, ""):  # after --help
+                raise
+            return 0
+        except UsageError as error:
+            if type(error) is not UsageError:  # a task's, whose traceback is needed
+                raise
+            raise error.with_traceback(None) from None
         finally:
             os.environ.clear()
             os.environ.update(environment)

@@ -144,7 +144,7 @@ def run_main(main: Callable[[], int], hard_exit: bool = False) -> int:
         dist.destroy_process_group()
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell(f"{reason} (exit code {code})" if reason else "")
-        if reason or code:
+        if reason:
             tell_way_on(code)
     if hard_exit:
         atexit._run_exitfuncs()  # of the task and its libraries

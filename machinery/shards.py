@@ -6,7 +6,6 @@ names the folder, and in place of a sharded tensor it has the tensor's place in 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import shutil
@@ -79,14 +78,17 @@ def folder_of(checkpoint: Any, path: Path) -> Path | None:
         return None
     if not re.fullmatch(NAME, name := str(shards.get("folder"))):  # as ../..
         raise common.UsageError(f"{path}: {name} is no folder of shards")
-    return path.parent / name
+    return path.resolve().parent / name  # of the file itself, if this is a link to it
 
 
 def remove_unnamed(directory: Path) -> None:
     """Remove the folders of shards that no checkpoint in the directory names."""
-    if folders := {path for path in directory.iterdir() if re.fullmatch(NAME, path.name)}:
-        with contextlib.suppress(common.UsageError):  # of a damaged file: it may name any of them
-            for path in directory.glob("*.pt"):
+    if folders := {path for path in directory.resolve().iterdir() if re.fullmatch(NAME, path.name)}:
+        for path in directory.glob("*.pt"):
+            try:
                 folders.discard(folder_of(common.read_tensors(path, "", verify=False), path))
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            except common.UsageError:
+                if re.fullmatch(r"(last|best|epoch-\d+)\.pt", path.name):
+                    return  # it may name any of them; another file is not of this program
+        for path in folders:
+            shutil.rmtree(path, ignore_errors=True)

@@ -128,6 +128,13 @@ def test_process_that_a_metric_forks_can_be_ended(tmp_path):
     assert result.code == 0, result.err
 
 
+def test_number_that_a_thread_makes_of_the_weights_is_not_that_of_another_rank(tmp_path):
+    """Only rank 0 of fsdp builds the weights; what a thread reads of them is not seen there."""
+    result = train("fsdp", 2, *ARGV, "--model", "threaded", folder=tmp_path)
+    assert result.code == 2 and "the model has .scale " in result.err, result.err
+    assert train("ddp", 2, *ARGV, "--model", "threaded", folder=tmp_path).code == 0
+
+
 @pytest.mark.full
 def test_rank_started_by_hand_outlives_its_shell(tmp_path):
     argv = [sys.executable, ROOT / "train_ddp.py", *ARGV, "--epochs", "20"]

@@ -92,6 +92,7 @@ def test_notebook_trains_predicts_stops_and_goes_on(project, environment, tmp_pa
     step = int(re.search(r"exit code 130 after step (\d+)\n$", out)[1])
     assert 10 <= step < steps, "it was stopped in training"
     assert f"stopped by SIGINT after saving step {step} (exit code 130)\n" in err
+    assert re.search(r"to go on: bash \S*run.sh spawn 2 --output-dir \S+ --resume auto\n", out)
     assert "Traceback" not in err
     assert f"resumed at epoch {step // 22 + 1}, step {step % 22}\n" in printed(resume)[0]
     assert printed(resume)[0].endswith("exit code 0\n")

@@ -19,7 +19,7 @@ from short_runs import EVERYTHING
 from whole import load_whole
 
 import machinery.run
-from machinery.shards import is_place, split
+from machinery.shards import is_place, remove_unnamed, split
 
 ALL = (*EVERYTHING, "--average", "ema", "--keep-every", "2")  # dropout and BatchNorm too
 ADAM = (*BASE, "--optimizer", "adamw", "--lr", "0.003", "--average", "ema")
@@ -160,6 +160,19 @@ def test_evaluation_of_best_reads_shards(mode, n, in_shards, tmp_path):
     best = in_shards.checkpoint("best.pt")["epoch"]
     (line,), lines = result.eval_lines(), in_shards.eval_lines()
     assert line["loss"] == pytest.approx(lines[best - 1]["loss"], rel=1e-10)
+
+
+def test_link_is_read_and_a_file_of_others_keeps_no_folder(in_shards, tmp_path):
+    folder = Path(shutil.copytree(in_shards.folder, tmp_path / "run"))
+    (tmp_path / "link.pt").symlink_to(folder / "best.pt")
+    options = ("--eval-only", "--resume", tmp_path / "link.pt")
+    result = train("single", 1, *ADAM, *options, folder=tmp_path / "evaluated")
+    assert result.code == 0, result.err
+    (folder / "others.pt").write_text("not of this program")
+    shutil.copytree(next(folder.glob("shards-*")), folder / "shards-00000001-00000000")
+    remove_unnamed(folder)
+    (folder / "others.pt").unlink()
+    assert folders(folder) == named(folder) != set()
 
 
 def test_what_wants_one_file_names_the_tool(in_shards, tmp_path):

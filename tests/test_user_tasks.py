@@ -541,3 +541,12 @@ def test_options_of_a_task_must_be_the_same_on_all_nodes(own, tmp_path):
     result = train("ddp", 2, *own, folder=tmp_path, patch=other_anchor)
     assert result.code == 2
     assert "--anchor-sizes is [1.0] on rank 0, but [2.0] on rank 1" in result.err
+
+
+def test_wrong_option_in_a_notebook_is_one_error_and_help_none(capsys):
+    import train_single
+
+    with pytest.raises(common.UsageError, match="did you mean --epochs") as found:
+        train_single.main(["--epoch", "3"])
+    assert len(found.traceback) <= 2, "of this line and of what it called"
+    assert train_single.main(["--help"]) == 0 and "--batch-size" in capsys.readouterr().out

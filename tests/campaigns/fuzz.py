@@ -580,6 +580,8 @@ class Runs:
         for name in ("last.pt", "best.pt"):
             if (theirs / name).exists() or (ours / name).exists():
                 found, wanted = (load(folder / name) for folder in (ours, theirs))
+                for option in ("shards", "reduce_every"):  # of fsdp alone, in which one may resume
+                    found["config"].pop(option, None), wanted["config"].pop(option, None)
                 unlike = {"config"} if invariant == "mode" else set()
                 pair = [{key: one[key] for key in one.keys() - unlike} for one in (found, wanted)]
                 different = differences(*pair, name, tolerance)

@@ -3,6 +3,7 @@
 import multiprocessing
 import signal
 import subprocess
+import threading
 import time
 
 import tiny
@@ -61,10 +62,17 @@ class Brought(nn.Module):
             net.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
         if KIND == "clock":
             self.register_buffer("since", torch.tensor(1_769_000_000.25, dtype=torch.float64))
+        if KIND == "threaded":  # of which torch tells no other thread
+            thread = threading.Thread(target=self.measure)
+            thread.start()
+            thread.join()
         if KIND == "grows":
             self.register_buffer("seen", torch.zeros(1))
         if KIND == "re-entrant":
             self.layer = nn.Linear(10, 10)
+
+    def measure(self):
+        self.scale = float(self.net.head.weight.detach().norm())
 
     def forward(self, images):
         outputs = self.net(images)
