@@ -815,9 +815,9 @@ class State:
         self.at_first = self.shapes()
 
     def shapes(self) -> dict[str, Any]:
-        """Return shape and type of each tensor of the network that is not empty."""
+        """Return shape and type of each tensor of the network, by name."""
         state = self.net.state_dict().items()
-        return {n: (v.shape, v.dtype) for n, v in state if isinstance(v, Tensor) and v.numel()}
+        return {n: (v.shape, v.dtype) for n, v in state if isinstance(v, Tensor)}
 
     def checkpoint(self, collect: Callable[[Any], Any] = whole) -> dict[str, Any]:
         """Return plain tensors and values, with the names of the bare model.
@@ -826,10 +826,10 @@ class State:
         Run.save adds the rest of a checkpoint. Raises RuntimeError if a buffer has another shape or
         type than at first; an empty one may grow, as that of an observer.
         """
-        now = self.shapes()
-        if changed := [name for name, shape in self.at_first.items() if now.get(name) != shape]:
-            problem = f"the forward has changed shape or type of {', '.join(changed)}"
-            advice = "make it in its largest shape, and copy into it"
+        new = [name for name, now in self.shapes().items() if self.at_first.get(name) != now]
+        if changed := [name for name in new if 0 not in self.at_first.get(name, [[1]])[0]]:
+            problem = f"the forward has made, or changed in shape or type, {', '.join(changed)}"
+            advice = "register it in __init__ in its largest shape, and use copy_"
             raise RuntimeError(f"{problem}: no new run could load it; {advice}")
         model, average = collect(self.net.state_dict()), collect(self.average.tensors)
         evaluated = copy.copy(model)  # the tensors are in the file once

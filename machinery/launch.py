@@ -75,8 +75,8 @@ def wait_for(processes: list) -> int:
         for process in left.values():
             os.kill(process.pid, signal.SIGUSR2)  # it prints where it hangs
         time.sleep(1)
-        names = ", ".join(map(str, left))
-        tell(f"process {names} did not end when another one had failed; its stack is above")
+        problem = f"process {', '.join(map(str, left))} did not end when another one had failed"
+        tell(f"{problem}: see its stack above, and before that the error of the other one")
     for process in left.values():
         process.kill()
         process.wait() if hasattr(process, "wait") else process.join()

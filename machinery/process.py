@@ -29,7 +29,7 @@ ADVICE = {
     "find_unused_parameters=True": (
         "some parameters took no part in the last loss: add --find-unused-parameters"
     ),
-    "Timed out waiting": (
+    "unbound_buffer.cc": (  # gloo's
         "rank {rank} waited {run[0].timeout:g} s (--timeout) for another rank, which did not "
         "answer: see docs/hang.md"
     ),
@@ -181,9 +181,10 @@ def tell_way_on(code: int) -> None:
         return
     if code == 3:
         print("begin anew with a lower --lr: last.pt is finite, but may be past saving", flush=True)
-    elif this_run and Path(this_run[0].output_dir, "last.pt").exists():
+    elif this_run and not this_run[0].eval_only:
         directory = shlex.quote(this_run[0].output_dir)
-        print(f"to go on: {command(f'--output-dir {directory} --resume auto')}", flush=True)
+        if Path(this_run[0].output_dir, "last.pt").exists():
+            print(f"to go on: {command(f'--output-dir {directory} --resume auto')}", flush=True)
 
 
 def command(options: str) -> str:

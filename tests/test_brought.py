@@ -32,10 +32,11 @@ def test_buffer_keeps_the_type_that_the_task_gave_it(tmp_path):
     assert result.checkpoint()["model"]["since"].item() == 1_769_000_000.25
 
 
-def test_buffer_that_no_run_could_load_ends_the_run(tmp_path):
-    result = train("single", 1, *ARGV, "--model", "grows", folder=tmp_path)
+@pytest.mark.parametrize("kind", ["grows", "made late"])
+def test_buffer_that_no_run_could_load_ends_the_run(kind, tmp_path):
+    result = train("single", 1, *ARGV, "--model", kind, folder=tmp_path)
     assert result.code == 1, result.err
-    words = "the forward has changed shape or type of seen: no new run could load it"
+    words = "made, or changed in shape or type, seen: no new run could load it"
     assert words in result.err.splitlines()[-1], result.err
     assert not (tmp_path / "run" / "last.pt").exists()
 

@@ -64,7 +64,7 @@ LAST_WORDS = {
     "raises": "RuntimeError: rank 1 broke$",
     "exits 0": "RuntimeError: .*(Connection closed|Connection reset|Broken pipe)",
     "is killed": "process 1 was killed by SIGKILL, often because memory was short",
-    "hangs": "process 1 did not end when another one had failed; its stack is above$",
+    "hangs": "process 1 did not end when another one had failed: see its stack above",
 }
 
 

@@ -66,6 +66,8 @@ class Brought(nn.Module):
             thread = threading.Thread(target=self.measure)
             thread.start()
             thread.join()
+        if KIND == "made late":
+            self.register_buffer("seen", None)
         if KIND == "grows":
             self.register_buffer("seen", torch.zeros(1))
         if KIND == "re-entrant":
@@ -76,6 +78,8 @@ class Brought(nn.Module):
 
     def forward(self, images):
         outputs = self.net(images)
+        if KIND == "made late" and self.training:
+            self.seen = outputs.detach().mean()
         if KIND == "grows" and self.training:
             self.seen = torch.cat([self.seen, outputs.detach().mean().view(1)])
         if KIND in ("draws", "draws and mixes"):
