@@ -73,7 +73,7 @@ def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
 @pytest.mark.parametrize("option", ["--shards", "--no-shards"])
 def test_host_memory_of_the_first_save_and_of_a_resume(option, tmp_path, monkeypatch):
     """Parameters and optimizer state of a rank are 1.5 models. A save in shards adds nothing to that, one in a whole file 3."""
-    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"):
         monkeypatch.setenv(name, "65536")  # as memory.py does, and for this test alone
     found = memory.host_memory(2, 8, tmp_path, option)
     assert all(1.45 < rank["resume"] < 1.7 for rank in found), found

@@ -163,6 +163,7 @@ def most_by_phase(n: int, argv: list[str], folder: Path) -> list[dict[str, int]]
     """Train on n ranks; return for each the most bytes in each phase, above those before it."""
     # glibc gives memory back at once, so that it does not count in the next phase.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    os.environ["MALLOC_MMAP_MAX_"] = "65536"  # run.sh sets 0
     context = mp.get_context("spawn")
     phases = context.Array("i", n, lock=False)
     meeting = str(folder / f"meet-{time.monotonic_ns()}")
