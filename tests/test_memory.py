@@ -169,4 +169,5 @@ def test_rank_that_is_not_the_first_never_holds_the_whole_network(options, tmp_p
     assert result.code == 0, result.err
     size = (16 * 2048 * 2049 + 65 * 2048 + 2049 * 10) * (8 if "float64" in options else 4) / 1024
     first, other = (peak / size for peak in printed(result.out, "peak"))
-    assert 0.5 < other < 0.7 and 1 < first < 1.3, (first, other)
+    # A whole network would be 1.1. How much malloc keeps depends on what sets it up, as run.sh does.
+    assert 0.5 < other < 0.85 and 1 < first < 1.4, (first, other)
