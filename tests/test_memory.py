@@ -69,7 +69,7 @@ def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
     assert len(faults) >= 10 and sorted(faults)[len(faults) // 2] < 500, faults
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--shards", "--no-shards"])
 def test_host_memory_of_the_first_save_and_of_a_resume(option, tmp_path, monkeypatch):
     """Parameters and optimizer state of a rank are 1.5 models. A save in shards adds nothing to that, one in a whole file 3."""

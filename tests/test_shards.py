@@ -326,7 +326,7 @@ SMALL += ("--average", "ema", "--dtype", "float64", "--log-every", "1")
 # Of rank 0, 1 makes the directory, 2 to 6 look at it. A save has eight: in the seventh last.pt appears.
 QUICK = [(8, 0, 0), (20, 0, 4), (22, 0, 6), (8, 1, 4)]  # call, rank, the step that is on the disk
 SLOW = [(n, 0, 0 if n < 14 else 4 if n < 22 else 6) for n in (4, 13, 14, 23)] + [(4, 1, 0)]
-SLOW = [pytest.param(*each, marks=pytest.mark.full) for each in SLOW]
+SLOW = [pytest.param(*each, marks=pytest.mark.slow) for each in SLOW]
 
 
 @pytest.mark.parametrize(("number", "rank", "step"), [*QUICK, *SLOW])
