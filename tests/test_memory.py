@@ -158,7 +158,7 @@ def print_peak_of_build(rank):
     script.build_once, script.shard = watched, watched_shard
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["--average ema", "--dtype float64"])
 def test_rank_that_is_not_the_first_never_holds_the_whole_network(options, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(TASKS))

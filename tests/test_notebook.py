@@ -149,6 +149,7 @@ def run_cell(client, code, stop_at=None, press=None):
     return text, *values
 
 
+@pytest.mark.slow
 def test_stop_button_saves_and_no_run_leaves_anything_in_the_kernel(project, environment, tmp_path):
     manager, client = start_new_kernel(cwd=str(project), env=environment)
 
@@ -189,6 +190,7 @@ train_spawn.wait_for = wait_for
 """
 
 
+@pytest.mark.slow
 def test_stop_while_ranks_start_ends_them(project, environment, tmp_path):
     """A thread of the kernel gets the signal: the thread that starts the ranks blocks it."""
     manager, client = start_new_kernel(cwd=str(project), env=environment)
