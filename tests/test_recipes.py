@@ -207,7 +207,7 @@ def test_digits_of_a_trained_diffusion_are_printed(folder):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert len(lines) == 8 and {len(line) for line in lines} == {64}
+    assert len(lines) == 8 and {len(line) for line in lines} == {64} and "@" in result.stdout
 
 
 SEEDED = """

@@ -84,6 +84,7 @@ if __name__ == "__main__":
     checkpoint = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
     model = build_model(argparse.Namespace(**checkpoint["config"])).eval()
     model.load_state_dict(checkpoint["weights"], assign=True)  # with --average ema, the average
+    torch.manual_seed(0)  # the same checkpoint prints the same digits
     digits = torch.cat([*draw(model, 4).squeeze(1)], 1).clamp(-1, 0.99)  # side by side, [8, 32]
     for row in digits.tolist():
         print("".join(" .+#@"[int(2.5 * value + 2.5)] * 2 for value in row))
