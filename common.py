@@ -954,11 +954,16 @@ def cut_like(value: Any, like: Any) -> Any:
     from torch.distributed.tensor import DTensor  # slow to import
 
     mesh, place = like.device_mesh, like.placements
-    each = -(-like.shape[0] // mesh.size(mesh.ndim - 1))  # as FSDP cuts rows
+    each = rows_per_shard(like.shape[0], mesh.size(mesh.ndim - 1))
     first = each * mesh.get_coordinate()[-1]
     own = value[first : first + each].to(like.device)  # of a file it reads no more
     form = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(own, mesh, place, run_check=False, **form)
+
+
+def rows_per_shard(rows: int, shards: int) -> int:
+    """Return how many rows of a tensor each shard has, as torch cuts; the last may have fewer."""
+    return max(1, -(-rows // shards))
 
 
 # ------------------------------------------------------------------------------- checkpoint files

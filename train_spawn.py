@@ -84,10 +84,10 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> int:
     train_loader = build_loader(train_set, train_sampler, device, *loader_options)
     val_loader = build_loader(val_set, val_sampler, device, *loader_options)
 
-    net = task.build_net().to(device)  # from --seed or --weights
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     group = {"rank": rank, "world_size": world_size, "timeout": timeout(args.timeout)}
     dist.init_process_group(common.backend(device), init_method, **group)
+    net = task.build_net().to(device)  # from --seed or --weights
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(net)
     common.scale_lr(optimizer, args.scale_lr)

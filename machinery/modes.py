@@ -5,23 +5,18 @@ With the CPU versions the tests prove all modes on any machine.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.func import functional_call
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import common
@@ -139,93 +134,53 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- fsdp
 
-TABLES = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last: an RNN renews it
-# Functions of torch, by name, that copy a tensor, and that tell nothing of its numbers.
-COPIES = {"clone", "to", "double", "float", "half", "bfloat16"}
-NO_READS = {"__get__", "__set__", "__hash__", "dim", "size", "numel", "nelement", "is_contiguous"}
-NO_READS |= {"zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_empty"}
-NO_READS |= {
-    "__len__",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-    "_has_compatible_shallow_copy_type",
-}
+TABLES = {"_parameters", "_modules", "_flat_weights"}  # the last: an RNN renews it
 
 
 def build_once(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return build(); on ranks above 0 all parameters share one memory, until `shard` deals them.
+    """Return build(). On ranks above 0 all parameters share one memory, until `shard` deals them.
 
-    There the same code draws the same numbers, but each parameter overwrites the last one. If
-    anything else may depend on their values, the rank builds again in the ordinary way.
+    There the same code runs, but each parameter overwrites the last one. Raises UsageError if
+    anything but parameters and buffers then differs from rank 0, as a number made of weights.
     """
-    if common.get_rank() == 0:
-        return build()
-    net, one, generators = None, OneMemory(), (random.getstate(), np.random.get_state())
-    hook = register_module_parameter_registration_hook(one.take)
-    with contextlib.suppress(Exception), hook, one:  # an error of the model itself comes again
+    memory, known = torch.UntypedStorage(0), tensors_in_use()
+
+    def take(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        plain = type(parameter) is nn.Parameter and parameter.is_contiguous()
+        if common.get_rank() and plain and parameter.device.type == "cpu":
+            memory.resize_(max(memory.nbytes(), parameter.nbytes))
+            parameter.data = torch.empty(0, dtype=parameter.dtype).set_(memory, 0, parameter.shape)
+
+    with register_module_parameter_registration_hook(take):
         net = build()
-    if net is not None and one.users() == sum(map(one.has, net.parameters())) and not one.read:
-        return net
-    if common.get_rank() == 1:
-        reason = one.read or "something else holds or needs them"
-        print(f"each rank builds the whole model, which uses its weights: {reason}")
-    random.setstate(generators[0])
-    np.random.set_state(generators[1])
-    net = None  # before the next one takes memory
-    net = build()
-    if one.users():
-        problem = "fsdp calls build_model twice, and a module of the first call is still in use"
-        raise UsageError(f"{problem}; make it in each call, or when the file is loaded")
+    refuse_differences(net, tensors_in_use() - known)
     return net
 
 
-class OneMemory(TorchFunctionMode):
-    """Put parameters into one memory; `read` is the function of torch that has read from it.
+def tensors_in_use() -> set[Tensor]:
+    gc.collect()
+    return {found for found in gc.get_objects() if issubclass(type(found), Tensor)}
 
-    A copy has no memory of its own: it is one more user.
+
+def refuse_differences(net: nn.Module, tensors: set[Tensor]) -> None:
+    """Raise UsageError if the network, but for its values, or another tensor is not as on rank 0.
+
+    `tensors` are those that its code has made: one may lie in a list, or in a closure.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory, self.read = torch.UntypedStorage(0), ""
-
-    def has(self, tensor: Tensor) -> bool:
-        strided = tensor.layout == torch.strided
-        return strided and tensor.untyped_storage()._cdata == self.memory._cdata
-
-    def users(self) -> int:
-        gc.collect()
-        return torch._C._storage_Use_Count(self.memory._cdata) - 1
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this shape and type in the memory; one of a device stays there."""
-        if tensor.device.type != "cpu" or self.has(tensor):
-            return tensor
-        if self.memory.nbytes() < tensor.nbytes:
-            self.memory.resize_(tensor.nbytes)
-        return torch.empty(0, dtype=tensor.dtype).set_(self.memory, 0, tensor.shape)
-
-    def take(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if type(parameter) is nn.Parameter and parameter.is_contiguous():
-            with torch._C.DisableTorchFunction():
-                parameter.data = self.put(parameter)
-
-    def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        given, found, name = [], [], function.__name__
-        tree_map(given.append, (args, kwargs))
-        result = function(*args, **(kwargs or {}))
-        # nn.init's functions read only what they have just drawn, as trunc_normal_ does.
-        drawing = sys._getframe(1).f_globals is vars(nn.init)
-        if name in NO_READS or drawing or not any(map(self.has, given)):
-            return result
-        result = self.put(result) if name in COPIES else result
-        tree_map(found.append, result)
-        if not found or not all(map(self.has, found)):  # these are views
-            self.read = name
-        return result
+    mine = [f"{name} {[*p.shape]} {p.dtype}" for name, p in net.named_parameters()]
+    beside = tensors - {*net.parameters(), *net.buffers()}
+    others = [f"a tensor {[*t.shape]} with the hash {digest(t)}" for t in beside]
+    for name, module in net.named_modules():
+        for key in vars(module).keys() - TABLES:
+            numbers: list[float] = []
+            tree_map(numbers.append, vars(module)[key], lambda value: type(value) in (int, float))
+            others += [f"{name}.{key} {number}" for number in numbers]
+    mine += sorted(others)
+    for first, here in itertools.zip_longest(common.broadcast_object(mine), mine):
+        if first != here:
+            found = f"{first} on rank 0, but {here} on rank {dist.get_rank()}"
+            advice = "what is made of weights must be a parameter or a buffer: rank 0 sends these"
+            raise UsageError(f"the model has {found}; {advice}")
 
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
@@ -240,7 +195,12 @@ def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(net: nn.Module, choose: Callable | None, mesh: DeviceMesh, amp: str = "off") -> None:
+def shard(
+    net: nn.Module,
+    choose: Callable[[nn.Module], list[nn.Module]] | None,
+    mesh: DeviceMesh,
+    amp: str = "off",
+) -> None:
     """Cut the parameters of each chosen module, and then all others, among the ranks.
 
     `choose(net)` names the modules; by default it is `large_modules`.
@@ -253,15 +213,6 @@ def shard(net: nn.Module, choose: Callable | None, mesh: DeviceMesh, amp: str = 
 
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
     refuse_lists(net)
-    mine = [f"{name} {[*p.shape]} {p.dtype}" for name, p in net.named_parameters()]
-    for name, module in net.named_modules():  # what its code has made of weights, or drawn
-        mine += [f"{name}.{n} {v}" for n, v in vars(module).items() if type(v) in (int, float)]
-        plain = ((n, v) for n, v in vars(module).items() if isinstance(v, Tensor))
-        mine += [f"{name}.{n}, numbers {digest(v)}" for n, v in plain]
-    for first, here in itertools.zip_longest(common.broadcast_object(mine), mine):
-        if first != here:
-            found = f"{first} on rank 0, but {here} on rank {dist.get_rank()}"
-            raise UsageError(f"the model has {found}; all ranks need the same")
     for module in [*(choose or large_modules)(net), net]:
         own = module.named_parameters()
         values = {name: part.data for name, part in own if not hasattr(part, "full_tensor")}
@@ -286,10 +237,7 @@ def deal(value: Tensor, shards: Tensor) -> None:
     """Cut rank 0's value among the ranks; the memory of `value` on the others takes it whole."""
     whole = value.to(shards.device)
     dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # bytes: gloo knows not every type
-    mesh = shards.device_mesh
-    parts, place = whole.chunk(mesh.size(mesh.ndim - 1)), mesh.get_coordinate()[-1]
-    if place < len(parts):  # as fully_shard cuts; cut_like would take memory
-        shards.detach().to_local().copy_(parts[place])
+    shards.detach().to_local().copy_(common.cut_like(whole, shards).to_local())
 
 
 LISTS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict  # they have no forward
@@ -318,13 +266,14 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
 
 
 def refuse_lists(net: nn.Module) -> None:
-    """Raise UsageError if a module keeps a parameter in a plain list, which would not be cut."""
-    names = {parameter: name for name, parameter in net.named_parameters()}
+    """Raise UsageError if a list or a buffer of the network shares the memory of a parameter."""
+    names = {p.untyped_storage().data_ptr(): name for name, p in net.named_parameters()}
 
     def check(value: Tensor) -> Tensor:
-        if isinstance(value, nn.Parameter) and value in names:
-            problem = f"a list or dict of the model holds {names[value]}, which fsdp replaces"
-            raise UsageError(f"the model: {problem}; read it from its module in the forward")
+        memory = value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
+        if value.numel() and memory in names:
+            problem = f"a list, dict or buffer of the model holds {names[memory]}, which fsdp cuts"
+            raise UsageError(f"the model: {problem}; clone it, or read its module in the forward")
         return value
 
     for module in net.modules():

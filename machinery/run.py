@@ -524,11 +524,7 @@ class RunFiles:
         """
         if not self.eval_only:
             if state and self.resume_path.resolve() != (self.directory / "last.pt").resolve():
-                checkpoint = load_checkpoint(self.resume_path, verify=False)
-                if folder := shards.folder_of(checkpoint, self.resume_path):
-                    (self.directory / folder.name).mkdir(exist_ok=True)
-                    for file in folder.glob("*.pt"):
-                        copy_checkpoint(file, self.directory / folder.name / file.name)
+                shards.copy_folder(self.resume_path, self.directory)
                 copy_checkpoint(self.resume_path, self.directory / "last.pt")
             shards.remove_unnamed(self.directory)  # what a kill has left
             self.metrics_file.truncate(self._bytes_before(state) if state else 0)

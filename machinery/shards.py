@@ -48,7 +48,7 @@ class Rows:
 
     def __getitem__(self, wanted: slice) -> Tensor:
         start, stop, _ = wanted.indices(self.shape[0])
-        each = max(1, -(-self.shape[0] // self.files))  # as torch cuts: the last may have fewer
+        each = common.rows_per_shard(self.shape[0], self.files)
         end = max(0, stop - 1)
         files = range(min(start, end) // each, end // each + 1)
         pieces = ((self.read(i)[self.place], i * each) for i in files)
@@ -79,6 +79,14 @@ def folder_of(checkpoint: Any, path: Path) -> Path | None:
     if not re.fullmatch(NAME, name := str(shards.get("folder"))):  # as ../..
         raise common.UsageError(f"{path}: {name} is no folder of shards")
     return path.resolve().parent / name  # of the file itself, if this is a link to it
+
+
+def copy_folder(path: Path, directory: Path) -> None:
+    """Copy the folder that a checkpoint names, if there is one, into another directory."""
+    if folder := folder_of(common.load_checkpoint(path, verify=False), path):
+        (directory / folder.name).mkdir(exist_ok=True)
+        for file in folder.glob("*.pt"):
+            common.copy_checkpoint(file, directory / folder.name / file.name)
 
 
 def remove_unnamed(directory: Path) -> None:

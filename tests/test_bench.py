@@ -250,7 +250,7 @@ def test_ranks_of_a_peer_share_each_batch_and_have_equal_weights(peer, tmp_path)
     assert weights[0] == weights[-1] and len({*weights[0]}) == 3, "by an all-reduce"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_with_a_peer_reports_both_and_leaves_nothing_behind(tmp_path):
     script = tmp_path / "made.py"
     script.write_text(MADE)

@@ -65,7 +65,7 @@ common.save_checkpoint = lambda c, p: (s(c, p), c['epoch'] == 2 and exit(7))
 other_project.main()"""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_project_uses_two_files_and_gets_the_same_at_every_world_size(tmp_path):
     """As a reader would copy it: three files in a directory, nothing else of the project."""
     for name in ("common.py", "sampling.py", "examples/other_project.py"):

@@ -76,8 +76,11 @@ def test_command_for_real_data_runs(name, tmp_path):
         assert len(commands) == 1
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in SHOWN if name not in MADE])
+def slow_or_full(name):
+    return pytest.param(name, marks=pytest.mark.slow if name == "Diffusion" else pytest.mark.full)
+
+
+@pytest.mark.parametrize("name", [slow_or_full(name) for name in SHOWN if name not in MADE])
 def test_commands_of_a_recipe_run_in_this_order(name, tmp_path):
     """For two epochs, with results in another directory."""
     for package in {"Hugging Face": ("transformers", "datasets"), "timm": ("timm",)}.get(name, ()):

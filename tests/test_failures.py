@@ -244,7 +244,7 @@ def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(tmp_path):
     assert faults.log_lines(tmp_path / "run") == without_speed(reference.lines)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_torchrun_starts_a_failed_run_again_as_the_readme_says(tmp_path):
     readme = (ROOT / "README.md").read_text()
     ((variable, value),) = re.findall(r"`(\w+)=(\d) torchrun --max-restarts N \.\.\. --out", readme)

@@ -1,5 +1,7 @@
 """Sharded training: the same run as on one device, resumed in any mode; what is cut."""
 
+import contextlib
+import copy
 import functools
 import importlib
 import random
@@ -54,72 +56,21 @@ def filled_in_place():
     return net
 
 
-def deep_copies():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2).half()
-
-
-def normalised():
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    net[0].weight.data /= net[0].weight.data.norm()
-    net.drawn = random.random(), np.random.rand()
-    net.largest = net[0].weight.max().item()
+def table():
+    """Its plain tensor and its numbers are made of none of its weights."""
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2).half()
+    net.table, net.drawn = torch.arange(7.0).cos(), [random.random(), np.random.rand()]
     return net
 
 
-def parametrized():
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
-
-
-def computed_buffer():
-    """A registered buffer that autograd has computed."""
-    net = nn.Linear(4, 4)
-    net.register_buffer("twice", net.weight * 2)
-    net.register_buffer("first", net.weight.detach().clone())
+def made_of_weights():
+    """Buffers and parameters are sent by rank 0, whatever they are made of."""
+    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    net[1].weight.data /= net[1].weight.data.norm()
+    net.register_buffer("twice", net[1].weight * 2)
+    net.register_buffer("first", net[1].weight.detach().clone())
+    net.teacher = copy.deepcopy(net[1])
     return net
-
-
-def read_by_numpy():
-    net = nn.Linear(4, 4)
-    net.first = float(net.weight.detach().numpy()[0, 0])
-    return net
-
-
-def hidden():
-    net = nn.Linear(4, 4)
-    net.teacher = [nn.Linear(4, 4)]  # no part of the network
-    return net
-
-
-def another_name():
-    net = nn.Linear(4, 4)
-    net.first = net.weight.data
-    return net
-
-
-def confused():
-    """It cannot be built where another parameter has overwritten the first."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    nn.init.ones_(net[0].weight)
-    nn.init.zeros_(net[1].weight)
-    if not net[0].weight.all():
-        raise ValueError
-    return net
-
-
-kept = []
-
-
-def kept_outside():
-    kept[:] = kept or [nn.Linear(4, 4)]
-    return hidden()
-
-
-def facts(net):
-    """What a network holds beside its parameters and buffers."""
-    values = [getattr(net, name, None) for name in ("drawn", "largest", "first")]
-    return repr(
-        [*values, *[p for teacher in getattr(net, "teacher", []) for p in teacher.parameters()]]
-    )
 
 
 def built(build, options, shared):
@@ -135,7 +86,6 @@ def built(build, options, shared):
     wanted, net = nets
     places = {p.untyped_storage().data_ptr() for p in net.parameters()}
     assert (len(places) == 1) == (shared and rank > 0)
-    assert facts(net) == facts(wanted)
     machinery.modes.shard(net, None, machinery.modes.mesh_of_ranks(torch.device("cpu"), None))
     expected, found = (dict(n.named_parameters(remove_duplicate=False)) for n in nets)
     assert found.keys() == expected.keys() and max(p.std() for p in expected.values()) > 0.01
@@ -149,8 +99,8 @@ def built(build, options, shared):
     assert all(value.equal(buffers[name]) for name, value in net.named_buffers())
 
 
-def all_built(builds, shared):
-    for build, options in builds:
+def all_built(builds):
+    for build, options, shared in builds:
         built(build, options, shared)
 
 
@@ -158,33 +108,70 @@ def test_ranks_get_the_weights_of_rank_0(tmp_path):
     file = tmp_path / "some.pt"
     torch.save({name: p + 1 for name, p in language_model().state_dict().items()}, file)
     builds = [
-        (language_model, []),
-        (language_model, ["--dtype", "float64", "--freeze", "blocks.0.*"]),
-        (language_model, ["--weights", str(file)]),
-        (filled_in_place, ["--seed", "5"]),
-        (deep_copies, []),
+        (language_model, [], True),
+        (language_model, ["--dtype", "float64", "--freeze", "blocks.0.*"], False),
+        (language_model, ["--weights", str(file)], True),
+        (filled_in_place, ["--seed", "5"], True),
+        (table, [], False),
+        (made_of_weights, [], False),
     ]
-    in_group(2, functools.partial(all_built, builds, True))
+    in_group(2, functools.partial(all_built, builds))
 
 
-def test_model_whose_code_uses_its_weights_is_built_whole_on_each_rank():
-    builds = [normalised, parametrized, computed_buffer, read_by_numpy, hidden, another_name]
-    pairs = [(build, []) for build in (*builds, confused)]
-    _, out = in_group(2, functools.partial(all_built, pairs, False))
-    assert out.count("each rank builds the whole model, which uses its weights: ") == 7
-    assert "which uses its weights: numpy\n" in out
+def number():
+    net = nn.Linear(4, 4)
+    net.limits = {"sum": net.weight.sum().item()}
+    return net
 
 
-def refused():
-    if torch.distributed.get_rank() == 0:
-        return
-    with pytest.raises(common.UsageError, match="a module of the first call is still in use"):
-        machinery.modes.build_once(kept_outside)
+def by_numpy():
+    net = nn.Linear(4, 4)
+    net.first = float(net.weight.detach().numpy()[0, 0])
+    return net
 
 
-def test_module_that_stays_from_the_first_build_is_refused():
-    """Its weights are not those of rank 0, and nobody deals them."""
-    in_group(2, refused)
+def plain_tensor():
+    net = nn.Linear(4, 4)
+    net.first = net.weight.data
+    return net
+
+
+def teacher_in_a_list():
+    net = nn.Linear(4, 4)
+    net.teacher = [nn.Linear(4, 4)]  # no part of the network
+    return net
+
+
+def copy_in_a_closure():
+    net = nn.Linear(4, 4)
+    teacher = copy.deepcopy(net)
+    net.register_forward_hook(lambda module, inputs, outputs: outputs + teacher(*inputs))
+    return net
+
+
+def other_shape():
+    """Its shape depends on a weight, which another one has overwritten."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.ones_(net[0].weight)
+    nn.init.zeros_(net[1].weight)
+    return net.append(nn.Linear(4, 1 + int(net[0].weight.sum())))
+
+
+def all_refused(builds):
+    for build in builds:
+        caught = None
+        try:
+            machinery.modes.build_once(build)
+        except common.UsageError as error:
+            caught = str(error)
+        rank0 = torch.distributed.get_rank() == 0
+        assert rank0 or "made of weights must be a parameter or a buffer" in caught, build.__name__
+
+
+def test_what_is_made_of_weights_beside_the_network_is_refused():
+    """On ranks above 0 it would be made of other numbers, and nobody would deal it."""
+    builds = [number, by_numpy, plain_tensor, teacher_in_a_list, copy_in_a_closure, other_shape]
+    in_group(2, functools.partial(all_refused, builds))
 
 
 # ------------------------------------------------------------------------------ the run
@@ -436,8 +423,11 @@ def shard_listed():
     assert wanted.std() > 0 and torch.allclose(net(values)[0], wanted, rtol=1e-12)
     net = nn.LSTM(4, 4)
     net.own = {"first": [net.weight_hh_l0]}  # nothing would train them
-    with pytest.raises(common.UsageError, match="list or dict of the model holds weight_hh_l0"):
-        machinery.modes.shard(net, no_module, mesh)
+    aliased = nn.BatchNorm1d(4)
+    aliased.running_mean = aliased.bias.data  # it would no longer be the bias
+    for refused, name in ((net, "weight_hh_l0"), (aliased, "bias")):
+        with pytest.raises(common.UsageError, match=f"or buffer of the model holds {name}, which"):
+            machinery.modes.shard(refused, no_module, mesh)
 
 
 def shard_unlike():
@@ -451,13 +441,14 @@ def shard_unlike():
     net.bias.data.fill_(torch.distributed.get_rank() + 1)
     machinery.modes.shard(net, no_module, mesh)
     assert net.bias.full_tensor().tolist() == [1] * 4
-    net = nn.Linear(4, 4 + torch.distributed.get_rank())
-    words = r"weight \[4, 4\] torch.float32 on rank 0, but weight \[5, 4\] torch.float32 on rank 1"
+    refusal = contextlib.nullcontext()
     if torch.distributed.get_rank() == 1:  # the launcher ends the others
-        with pytest.raises(common.UsageError, match=words):
-            machinery.modes.shard(net, no_module, mesh)
-    else:
-        common.broadcast_object(["weight [4, 4] torch.float32"])  # as shard begins
+        words = (
+            r"weight \[4, 4\] torch.float32 on rank 0, but weight \[5, 4\] torch.float32 on rank 1"
+        )
+        refusal = pytest.raises(common.UsageError, match=words)
+    with refusal:
+        machinery.modes.build_once(lambda: nn.Linear(4, 4 + torch.distributed.get_rank()))
 
 
 def test_ranks_shard_the_same_network():

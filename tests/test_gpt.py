@@ -106,7 +106,7 @@ def print_calls(rank):
         ("single", 1, "", 0),
         ("ddp", 2, "", 1e-10),
         ("fsdp", 2, "", 1e-10),
-        ("fsdp", 2, "--compile-blocks", 1e-10),
+        pytest.param("fsdp", 2, "--compile-blocks", 1e-10, marks=pytest.mark.slow),
     ],
 )
 def test_activation_checkpoints_and_compiled_blocks_change_nothing(
@@ -186,9 +186,10 @@ def test_it_learns_more_than_a_table_of_pairs_tells_and_writes(data, tmp_path):
         "The ",
     ]
     written = subprocess.run(
-        [*command, "--count", "60"], capture_output=True, text=True, timeout=120
+        [*command, "--count", "900"], capture_output=True, text=True, timeout=120
     )
     assert written.returncode == 0 and written.stdout.startswith("The "), written.stderr
     words = {word.strip(".") for word in (data / "text.txt").read_text().split()}
     known = [word.strip(".") in words for word in written.stdout.split()[:-1]]
-    assert sum(known) > 0.7 * len(known) > 3
+    # Some 150 draws, not seeded: a trained network writes 8 of 10 words of the text, others 1.
+    assert sum(known) > 0.6 * len(known) > 60

@@ -82,8 +82,8 @@ def test_two_hosts_are_one_device(tmp_path):
     assert_equals_one_device(tmp_path / "run", *BASE)
 
 
-@pytest.mark.full
 @pytest.mark.netns
+@pytest.mark.slow
 def test_hosts_may_have_ipv6_alone(tmp_path):
     """Then the interface is named, as the table of routes that the ranks read is one of IPv4."""
     with two_hosts(own_names=False, addresses=("fd00::1", "fd00::2")) as hosts:
@@ -94,8 +94,8 @@ def test_hosts_may_have_ipv6_alone(tmp_path):
     assert_equals_one_device(tmp_path / "run", *BASE)
 
 
-@pytest.mark.full
 @pytest.mark.netns
+@pytest.mark.slow
 def test_lost_node_ends_the_job_which_goes_on_later(tmp_path):
     """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
     with two_hosts(own_names=False) as hosts:
@@ -113,8 +113,8 @@ def test_lost_node_ends_the_job_which_goes_on_later(tmp_path):
     assert_equals_one_device(tmp_path / "run", *BASE)
 
 
-@pytest.mark.full
 @pytest.mark.netns
+@pytest.mark.slow
 def test_elastic_job_goes_on_without_a_node(tmp_path):
     """Torchrun starts the ranks that are left again, from last.pt."""
     with two_hosts() as hosts:
@@ -319,7 +319,7 @@ def variables(pod, port):
     return own | {f"PET_{name}": value for name, value in pet.items()}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pods_of_kubeflow_are_one_device(tmp_path):
     """The page's own command, as a shell starts it in each of two pods, here on one machine."""
     page = (ROOT / "docs" / "multinode.md").read_text()
