@@ -326,7 +326,7 @@ def test_docs_show_the_equivalence_of_the_code_as_it_is():
 def test_docs_name_for_every_pitfall_the_code_that_avoids_it_and_its_test():
     row = r"^\| (\d\d) \| (.+) \| (.+) \| `(\S+)` \|(?: `(\w+)`)? \|$"
     rows = re.findall(row, PAGES["pitfalls.md"], re.MULTILINE)
-    assert len(rows) == PAGES["pitfalls.md"].count("\n| ") - 1, "all but the head"
+    assert len(rows) == PAGES["pitfalls.md"].count("\n| ") - PAGES["pitfalls.md"].count("| NN |")
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     own = {number for number, *_, test in rows if not test}
     shown = {*re.findall(r"^def test_pitfall_(\d\d)_", tests, re.MULTILINE)}
