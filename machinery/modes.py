@@ -6,11 +6,12 @@ With the CPU versions the tests prove all modes on any machine.
 from __future__ import annotations
 
 import gc
-import itertools
+import numbers
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -134,6 +135,7 @@ def convert_sync_batchnorm(net: nn.Module, device: torch.device) -> nn.Module:
 
 # ------------------------------------------------------------------------------------------- fsdp
 
+Choose = Callable[[nn.Module], list[nn.Module]] | None  # a task's shard_modules
 TABLES = {"_parameters", "_modules", "_flat_weights"}  # the last: an RNN renews it
 
 
@@ -167,20 +169,33 @@ def refuse_differences(net: nn.Module, tensors: set[Tensor]) -> None:
 
     `tensors` are those that its code has made: one may lie in a list, or in a closure.
     """
-    mine = [f"{name} {[*p.shape]} {p.dtype}" for name, p in net.named_parameters()]
-    beside = tensors - {*net.parameters(), *net.buffers()}
-    others = [f"a tensor {[*t.shape]} with the hash {digest(t)}" for t in beside]
+    sent, others = {memory_of(buffer) for buffer in net.buffers()}, []
+    for tensor in tensors - {*net.parameters()}:
+        # What autograd has made of weights is made anew in each forward, as weight_norm does.
+        if tensor.grad_fn is None and not tensor.is_meta and memory_of(tensor) not in sent:
+            others.append(f"a tensor {[*tensor.shape]} with the hash {digest(tensor)}")
     for name, module in net.named_modules():
         for key in vars(module).keys() - TABLES:
-            numbers: list[float] = []
-            tree_map(numbers.append, vars(module)[key], lambda value: type(value) in (int, float))
-            others += [f"{name}.{key} {number}" for number in numbers]
-    mine += sorted(others)
-    for first, here in itertools.zip_longest(common.broadcast_object(mine), mine):
-        if first != here:
-            found = f"{first} on rank 0, but {here} on rank {dist.get_rank()}"
-            advice = "what is made of weights must be a parameter or a buffer: rank 0 sends these"
-            raise UsageError(f"the model has {found}; {advice}")
+            values: list[Any] = []
+            tree_map(lambda v, to=values: to.append(v) or v, vars(module)[key], is_number)
+            others += [f"{name}.{key} {value}" for value in values]
+    own = [*net.named_parameters(), *net.named_buffers()]
+    mine = [f"{name} {[*value.shape]} {value.dtype}" for name, value in own] + sorted(others)
+    if (first := common.broadcast_object(mine)) != mine:
+        there = next((line for line in first if line not in mine), "another order")
+        here = next((line for line in mine if line not in first), "another order")
+        found = f"{there} on rank 0, but {here} on rank {dist.get_rank()}"
+        advice = "what is made of weights must be a parameter or a buffer: rank 0 sends these"
+        raise UsageError(f"the model has {found}; all ranks need the same, and {advice}")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Number, np.ndarray))
+
+
+def memory_of(value: Tensor) -> int:
+    """Return where the memory of a tensor begins, 0 for a sparse one."""
+    return value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
 
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
@@ -195,12 +210,7 @@ def mesh_of_ranks(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(
-    net: nn.Module,
-    choose: Callable[[nn.Module], list[nn.Module]] | None,
-    mesh: DeviceMesh,
-    amp: str = "off",
-) -> None:
+def shard(net: nn.Module, choose: Choose, mesh: DeviceMesh, amp: str = "off") -> None:
     """Cut the parameters of each chosen module, and then all others, among the ranks.
 
     `choose(net)` names the modules; by default it is `large_modules`.
@@ -214,8 +224,7 @@ def shard(
     marks = {name: dict(vars(parameter)) for name, parameter in net.named_parameters()}
     refuse_lists(net)
     for module in [*(choose or large_modules)(net), net]:
-        own = module.named_parameters()
-        values = {name: part.data for name, part in own if not hasattr(part, "full_tensor")}
+        values = {n: p.data for n, p in module.named_parameters() if not hasattr(p, "full_tensor")}
         # The types of parameters, of summed gradients, and of what the network gives to the loss.
         half = torch.bfloat16, torch.float32, torch.float32 if module is net else None
         policy = MixedPrecisionPolicy(*half if amp == "bf16-shards" else ())
@@ -267,11 +276,10 @@ def large_modules(net: nn.Module) -> list[nn.Module]:
 
 def refuse_lists(net: nn.Module) -> None:
     """Raise UsageError if a list or a buffer of the network shares the memory of a parameter."""
-    names = {p.untyped_storage().data_ptr(): name for name, p in net.named_parameters()}
+    names = {memory_of(parameter): name for name, parameter in net.named_parameters()}
 
     def check(value: Tensor) -> Tensor:
-        memory = value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
-        if value.numel() and memory in names:
+        if value.numel() and (memory := memory_of(value)) in names:
             problem = f"a list, dict or buffer of the model holds {names[memory]}, which fsdp cuts"
             raise UsageError(f"the model: {problem}; clone it, or read its module in the forward")
         return value

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from harness import (
     TASKS,
     compare,
@@ -60,6 +61,7 @@ def table():
     """Its plain tensor and its numbers are made of none of its weights."""
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2).half()
     net.table, net.drawn = torch.arange(7.0).cos(), [random.random(), np.random.rand()]
+    net.shape, net.first = torch.zeros(2, 3).shape, torch.empty(3, device="meta")
     return net
 
 
@@ -70,6 +72,8 @@ def made_of_weights():
     net.register_buffer("twice", net[1].weight * 2)
     net.register_buffer("first", net[1].weight.detach().clone())
     net.teacher = copy.deepcopy(net[1])
+    net.append(torch.nn.utils.prune.l1_unstructured(nn.Linear(4, 4), "weight", 5))
+    net.register_buffer("column", torch.randn(4, 2).abs()[:, 0])
     return net
 
 
@@ -130,6 +134,18 @@ def by_numpy():
     return net
 
 
+def by_numpy_in_its_own_type():
+    net = nn.Linear(4, 4)
+    net.std = net.weight.detach().numpy().std()
+    return net
+
+
+def length_of_a_buffer():
+    net = nn.Linear(4, 4)
+    net.register_buffer("places", torch.arange(16)[net.weight.flatten() < 0.1])
+    return net
+
+
 def plain_tensor():
     net = nn.Linear(4, 4)
     net.first = net.weight.data
@@ -158,6 +174,7 @@ def other_shape():
 
 
 def all_refused(builds):
+    torch.manual_seed(3)
     for build in builds:
         caught = None
         try:
@@ -170,7 +187,8 @@ def all_refused(builds):
 
 def test_what_is_made_of_weights_beside_the_network_is_refused():
     """On ranks above 0 it would be made of other numbers, and nobody would deal it."""
-    builds = [number, by_numpy, plain_tensor, teacher_in_a_list, copy_in_a_closure, other_shape]
+    builds = [number, by_numpy, by_numpy_in_its_own_type, length_of_a_buffer, plain_tensor]
+    builds += [teacher_in_a_list, copy_in_a_closure, other_shape]
     in_group(2, functools.partial(all_refused, builds))
 
 
