@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 DIGITS = np.load(Path(__file__).resolve().parent.parent / "data" / "digits.npz")
+BATCH = 64
 
 
 def main():
@@ -20,8 +21,8 @@ def main():
     labels = torch.from_numpy(DIGITS["labels"]).long()
     train_set = TensorDataset(images[:1437], labels[:1437])
     val_set = TensorDataset(images[1437:], labels[1437:])
-    train_loader = DataLoader(train_set, 64, shuffle=True, drop_last=True)
-    val_loader = DataLoader(val_set, 64)
+    train_loader = DataLoader(train_set, BATCH, shuffle=True, drop_last=True)
+    val_loader = DataLoader(val_set, BATCH)
 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)

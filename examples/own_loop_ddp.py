@@ -20,6 +20,7 @@ import common
 from sampling import GlobalBatchSampler, ShardSampler, build_loader
 
 DIGITS = np.load(Path(__file__).resolve().parent.parent / "data" / "digits.npz")
+BATCH = 64  # samples on all ranks
 
 
 def main():
@@ -30,8 +31,8 @@ def main():
     labels = torch.from_numpy(DIGITS["labels"]).long()
     train_set = TensorDataset(images[:1437], labels[:1437])
     val_set = TensorDataset(images[1437:], labels[1437:])
-    sampler = GlobalBatchSampler(train_set, 64, seed=0, rank=rank, world_size=world_size)
-    val_sampler = ShardSampler(len(val_set), 64, rank, world_size)
+    sampler = GlobalBatchSampler(train_set, BATCH, seed=0, rank=rank, world_size=world_size)
+    val_sampler = ShardSampler(len(val_set), BATCH, rank, world_size)
     # Data in memory need no loader workers.
     train_loader = build_loader(train_set, sampler, device, seed=0, workers=0)
     val_loader = build_loader(val_set, val_sampler, device, seed=0, workers=0)
@@ -50,7 +51,7 @@ def main():
         for micro_batches in train_loader:  # a list of one: there is no accumulation
             [(inputs, targets)] = common.to_device(micro_batches, device)
             losses = criterion(model(inputs), targets)  # of this rank's samples, [n]
-            loss = losses.sum() * (world_size / 64)  # 64 samples on all ranks; DDP averages
+            loss = losses.sum() * (world_size / BATCH)  # a mean over all ranks: DDP averages
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
