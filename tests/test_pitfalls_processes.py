@@ -144,24 +144,23 @@ def test_pitfall_15_two_jobs_on_one_machine(tmp_path):
 
 
 def second_rank_starts():
-    """Let train_ddp.py believe in accelerators, up to where it joins the group."""
+    """Let train_ddp.py believe in accelerators, up to where its network goes to one."""
     ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     os.environ.update(ranks, LAUNCH_PID=str(os.getppid()))
 
-    class Joined(Exception):
+    class Moved(Exception):
         pass
 
-    def init_process_group(backend, *_):
-        print("init_process_group", backend)
-        raise Joined
+    def to(device):
+        print("to", device)
+        raise Moved
 
     common.resolve_device_type = lambda name: "cuda"
     torch.accelerator.device_count = lambda: 2
     torch.accelerator.set_device_index = lambda index: print("set_device_index", index)
-    dist.init_process_group = init_process_group
-    net = argparse.Namespace(to=lambda device: print("to", device))
-    machinery.usertask.Task.build_net, train_ddp.check_run = lambda *_: net, lambda *_: None
-    with contextlib.suppress(Joined):
+    dist.init_process_group = lambda backend, *_: print("init_process_group", backend)
+    machinery.usertask.Task.build_net = lambda task: argparse.Namespace(to=to)
+    with contextlib.suppress(Moved):
         train_ddp.main([])
 
 
@@ -178,7 +177,7 @@ def test_pitfall_17_device_is_chosen_before_anything_else(tmp_path, monkeypatch)
         with pytest.raises(RuntimeError, match="deserialize object on a CUDA device"):
             torch.load(path)
 
-    order = "set_device_index 1 to cuda:1 init_process_group cpu:gloo,cuda:nccl"
+    order = "set_device_index 1 init_process_group cpu:gloo,cuda:nccl to cuda:1"
     assert in_process(second_rank_starts).split() == order.split()
     assert common.load_checkpoint(path)["weight"].device.type == "cpu"
 
