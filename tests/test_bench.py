@@ -38,7 +38,7 @@ def run_bench(*arguments, cwd):
     return finished
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     words = "--workloads digitnet --modes single ddp fsdp --nproc 2 --device cpu --steps 3"
     argv = words.split()
@@ -60,7 +60,7 @@ def test_a_run_reports_all_it_measured_and_leaves_nothing_behind(tmp_path):
     assert len(table) == 3 and f"**{ddp['ratio']:.3f}**" in table[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_a_script_refuses_is_told_with_its_exit_code(tmp_path):
     argv = ["--workloads", "imagefolder", "--data-dir", tmp_path, "--device", "cpu"]
     finished = run_bench(*argv, "--modes", "ddp", "--nproc", "2", cwd=tmp_path)

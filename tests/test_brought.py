@@ -136,7 +136,7 @@ def test_number_that_a_thread_makes_of_the_weights_is_not_that_of_another_rank(t
     assert train("ddp", 2, *ARGV, "--model", "threaded", folder=tmp_path).code == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_rank_started_by_hand_outlives_its_shell(tmp_path):
     argv = [sys.executable, ROOT / "train_ddp.py", *ARGV, "--epochs", "20"]
     argv += ["--output-dir", tmp_path / "run"]

@@ -67,12 +67,8 @@ def trained(request, tmp_path_factory):
     return name, argv, result
 
 
-LEARNERS = [
-    pytest.param(n, marks=pytest.mark.slow if n == "pose" else pytest.mark.full) for n in MAKE
-]
-
-
-@pytest.mark.parametrize("trained", LEARNERS, indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", MAKE, indirect=True)
 def test_network_learns_and_ap_decides_the_best_alike_in_every_mode(trained, tmp_path):
     """23 pictures in batches of 3: no world size divides them."""
     name, argv, result = trained
@@ -116,7 +112,8 @@ LEARNERS = [
 ]
 
 
-@pytest.mark.parametrize("trained", LEARNERS, indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", MAKE, indirect=True)
 def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):
     """The task makes its own COCO objects; here the file's annotations are scored directly."""
     name, argv, result = trained

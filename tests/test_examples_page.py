@@ -77,7 +77,9 @@ def test_command_for_real_data_runs(name, tmp_path):
 
 
 def slow_or_full(name):
-    return pytest.param(name, marks=pytest.mark.slow if name == "Diffusion" else pytest.mark.full)
+    return pytest.param(
+        name, marks=pytest.mark.slow if name in ("Diffusion", "LoRA") else pytest.mark.full
+    )
 
 
 @pytest.mark.parametrize("name", [slow_or_full(name) for name in SHOWN if name not in MADE])
@@ -104,7 +106,7 @@ def test_commands_of_a_recipe_run_in_this_order(name, tmp_path):
         assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_script_on_one_page_by_torchrun(tmp_path):
     page = (ROOT / "docs" / "copy.md").read_text()
     ((program, *argv),) = commands_of(page, "bash")

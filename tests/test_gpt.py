@@ -163,7 +163,7 @@ def test_first_step_is_that_of_a_plain_program(single):
     assert same[:9].all() and not same[9:].any(), "a token sees no later one, but all earlier ones"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_learns_more_than_a_table_of_pairs_tells_and_writes(data, tmp_path):
     argv = "--task gpt --context 64 --layers 2 --heads 2 --width 48 --samples 2400 --epochs 3"
     argv += " --batch-size 24 --optimizer adamw --lr 0.004 --warmup-epochs 0.3 --best loss"

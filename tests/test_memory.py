@@ -53,7 +53,7 @@ def build_model(args):
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_memory_of_the_gradients_is_kept_from_step_to_step(tmp_path):
     """They are freed in every step, 80 MB here. The 20,000 pages are not given back."""
     (tmp_path / "wide.py").write_text(WIDE)

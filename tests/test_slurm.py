@@ -10,7 +10,7 @@ from nodes import assert_equals_one_device
 
 from slurm import NODES, cluster, wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.full]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 EXACT = ("--dtype", "float64", "--device", "cpu", "--log-every", "1")
 DIGITS = (*EXACT, "--epochs", "2", "--batch-size", "64")  # 3 ranks do not divide it
 # long enough to be disturbed
@@ -38,7 +38,6 @@ def test_srun_python_equals_one_device(slurm, tmp_path):
     assert_equals_one_device(tmp_path, *DIGITS)
 
 
-@pytest.mark.slow
 def test_srun_torchrun_equals_one_device(slurm, tmp_path):
     """One task and one rank a node."""
     meet = f"--rdzv-backend c10d --rdzv-endpoint {NODES[0]}:{free_port()} --rdzv-id job"
@@ -47,7 +46,6 @@ def test_srun_torchrun_equals_one_device(slurm, tmp_path):
     assert_equals_one_device(tmp_path, *DIGITS)
 
 
-@pytest.mark.slow
 def test_wrong_argument_ends_all_tasks(slurm, tmp_path):
     """Without --kill-on-bad-exit srun waits for the others, and they would wait for the first task until --timeout."""
     options = [*LONG, "--freeze", "nothing", "--output-dir", tmp_path / "run"]
@@ -64,7 +62,6 @@ def wait_for_lines(path: Path, n: int):
     )
 
 
-@pytest.mark.slow
 def test_signal_of_scancel_saves(slurm, tmp_path):
     command = ["srun", "--job-name", tmp_path.name, "--ntasks", 2, "python", SCRIPT]
     command += [*LONG, "--output-dir", tmp_path]
@@ -85,7 +82,6 @@ def test_signal_of_scancel_saves(slurm, tmp_path):
     assert_equals_one_device(tmp_path, *LONG)
 
 
-@pytest.mark.slow
 def test_batch_job_goes_on_by_itself(slurm, tmp_path):
     size = "--nodes 2 --ntasks-per-node 1 --cpus-per-task 2".split()
     command = ["sbatch", "--parsable", *size, "--output", tmp_path / "log"]
