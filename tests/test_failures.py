@@ -223,7 +223,7 @@ def test_exit_codes_of_ranks_are_seen_where_sigchld_is_ignored(tmp_path):
     assert run_processes([fail_unseen], tmp_path)[0][0] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_run_that_goes_on_after_a_failure_is_the_same_to_the_bit(tmp_path):
     """The last line tells the cause. The ranks of the second start meet elsewhere, and on this machine alone."""
     environment = {"FAULT": "is killed", "FAULT_AT": faults.sample_at(1, 50)}

@@ -37,7 +37,7 @@ def eval_lines(text):
     return [line for line in text.splitlines() if "  eval  " in line]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ddp_with_default_options_reads_digits(tmp_path):
     finished = run_sh("ddp", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
