@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
     # The process group starts threads. A fork beside threads may hang, so the loaders come first.
     dist.init_process_group(common.backend(device), init_method(), timeout(args.timeout))
-    net = build_once(task.build_net)  # on ranks above 0 without values: shard deals rank 0's
+    net = build_once(task.build_net)  # rank 0 alone has the weights; the group compares the rest
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     net = convert_sync_batchnorm(net, device) if args.sync_bn else net  # BatchNorm over all ranks
     mesh = mesh_of_ranks(device, args.shard_size)  # --shard-size ranks share one copy
