@@ -107,11 +107,6 @@ def guesses_of_pose(module, net, image, size, number, truth, args):
         yield guess | {"keypoints": person.flatten().tolist()}
 
 
-LEARNERS = [
-    pytest.param(n, marks=pytest.mark.slow if n == "pose" else pytest.mark.full) for n in MAKE
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", MAKE, indirect=True)
 def test_ap_is_what_pycocotools_says_of_the_annotation_file(trained):

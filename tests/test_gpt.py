@@ -165,7 +165,7 @@ def test_first_step_is_that_of_a_plain_program(single):
 
 @pytest.mark.slow
 def test_it_learns_more_than_a_table_of_pairs_tells_and_writes(data, tmp_path):
-    argv = "--task gpt --context 64 --layers 2 --heads 2 --width 48 --samples 2400 --epochs 3"
+    argv = "--task gpt --context 64 --layers 2 --heads 2 --width 48 --samples 2400 --epochs 6"
     argv += " --batch-size 24 --optimizer adamw --lr 0.004 --warmup-epochs 0.3 --best loss"
     argv = [*argv.split(), "--data-dir", data, "--device", "cpu", "--workers", "0"]
     result = train("single", 1, *argv, folder=tmp_path, timeout=400)
@@ -191,5 +191,5 @@ def test_it_learns_more_than_a_table_of_pairs_tells_and_writes(data, tmp_path):
     assert written.returncode == 0 and written.stdout.startswith("The "), written.stderr
     words = {word.strip(".") for word in (data / "text.txt").read_text().split()}
     known = [word.strip(".") in words for word in written.stdout.split()[:-1]]
-    # Some 150 draws, not seeded: a trained network writes 8 of 10 words of the text, others 1.
-    assert sum(known) > 0.6 * len(known) > 60
+    # Some 180 words, drawn without a seed: 98 of 100 are words of the text. After 3 epochs 64 are.
+    assert sum(known) > 0.9 * len(known) > 100

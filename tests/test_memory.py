@@ -76,6 +76,7 @@ def test_host_memory_of_the_first_save_and_of_a_resume(option, tmp_path, monkeyp
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_"):
         monkeypatch.setenv(name, "65536")  # as memory.py does, and for this test alone
     found = memory.host_memory(2, 8, tmp_path, option)
+    assert 1 < found[0]["build"] < 1.3 and 0.5 < found[1]["build"] < 0.7, found
     assert all(1.45 < rank["resume"] < 1.7 for rank in found), found
     first, second = (rank["first save"] for rank in found)
     if option == "--shards":
