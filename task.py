@@ -1,28 +1,25 @@
 """The part you replace: data sets, model, loss and metrics of one problem. Here: digits.
 
-A task is any file (--task FILE.py) with the first four functions below. README has a task of 12
-lines, tasks/ has others. The scripts know nothing of the problem, and a task nothing of devices.
+A task is any file (--task FILE.py) with the first four functions below; tasks/ has others. The
+scripts know nothing of the problem, and a task nothing of devices.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
                                          number, or a nested tuple, list or dict of them; anything
-                                         else needs `collate`. With `in_memory = True` there are
-                                         no workers on a CPU; for a GPU see sampling.KeyedDataset
+                                         else needs `collate`; `in_memory = True`: no workers
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. A parameter after * gets the
                                          option of its name, here and in the metrics:
                                          def per_sample_loss(outputs, targets, *, beta) gets --beta
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
-                                         A list of n values is not averaged: it is collected
-                                         for dataset_metrics
+                                         A list of n values is collected for dataset_metrics
 
 Loss and metrics are numbers per sample: however a batch is cut, they add up to the same. A loss
 that compares samples takes those of all ranks from common.gather_samples. A task may also have:
 
 collate(samples)                         (inputs, targets): a batch of a list of samples, which may
-                                         have different sizes. It may hold lists, padded tensors, or
-                                         objects with `.to(device)`. Each rank calls it for each
-                                         micro-batch: do not draw in it. The default stacks tensors
+                                         have different sizes, and objects with `.to(device)`.
+                                         Do not draw in it. The default stacks tensors
 loss_weights(targets)                    Tensor [n]: valid tokens, pixels or boxes of each sample.
                                          The loss of a step is then the sum of per_sample_loss over
                                          the global batch / the sum of these weights. So
@@ -32,16 +29,12 @@ build_optimizer(args, net)               an optimizer of torch.optim, with group
                                          own. The schedule scales each rate
 dataset_metrics(lists)                   {name: float}: metrics that are no mean over samples, as
                                          AP. `lists` has the lists of per_sample_metrics, with a
-                                         value per sample of the set, in its order, on rank 0's CPU
-train_metrics(outputs, targets)          the metrics of the training log; without this function
-                                         the log has the loss alone, and no step computes more
+                                         value per sample of the set, in its order, on a CPU
+train_metrics(outputs, targets)          the metrics of the training log, beside the loss
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
 add_options(parser)                      calls parser.add_argument for options of this task, whose
-                                         values are numbers, texts or lists of them. A resumed run
-                                         takes those of the checkpoint; one that is named wins
+                                         values are numbers, texts or lists of them
 """
-
-from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
@@ -75,7 +68,8 @@ class Digits(Dataset):
     in_memory = True  # on a CPU loader workers would only copy
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
-        self.images = F.pad(images, (shift,) * 4)
+        # All windows of the padded images: a view [N, 1, 2 shift + 1, 2 shift + 1, 8, 8].
+        self.windows = F.pad(images, (shift,) * 4).unfold(2, 8, 1).unfold(3, 8, 1)
         self.targets, self.shift = labels, shift
         self.classes = [str(digit) for digit in range(10)]  # their names, for the checkpoint
 
@@ -90,11 +84,7 @@ class Digits(Dataset):
         """Return a batch: images [n, 1, 8, 8] and labels [n]."""
         draws = torch.from_numpy(keyed_uniform(indices, 2))  # [n, 2] in [0, 1), by sample and epoch
         top, left = (draws * (2 * self.shift + 1)).long().T  # each [n], 0 to 2 * shift
-        pixels = torch.arange(8)
-        rows = (top[:, None] + pixels)[:, :, None]  # [n, 8, 1]
-        columns = (left[:, None] + pixels)[:, None, :]  # [n, 1, 8]
-        samples = torch.tensor(indices)[:, None, None]  # [n, 1, 1]; all three index [n, 8, 8]
-        return self.images[samples, 0, rows, columns].unsqueeze(1), self.targets[indices]
+        return self.windows[indices, :, top, left], self.targets[indices]
 
 
 class DigitNet(nn.Module):

@@ -9,13 +9,12 @@ from torch.utils.data import DataLoader
 
 import common
 from common import State, set_up_device
-from machinery.check import check_run
-from machinery.cli import parse_args, schedule_options
-from machinery.modes import WithLoss, data_parallel
-from machinery.notebook import leaves_no_trace
-from machinery.process import run_main
-from machinery.run import Run
-from machinery.usertask import Task
+from engine.check import check_run
+from engine.launch import restores_the_caller
+from engine.modes import WithLoss, data_parallel
+from engine.options import parse_args, schedule_options
+from engine.run import Run
+from engine.task_file import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
@@ -27,21 +26,20 @@ def train_one_epoch(
     for micro_batches in run.batches(loader):  # of one step, on the device already
         total = task.total_weight(micro_batches)  # the global batch size, or its sum of weights
         for i, (inputs, targets) in enumerate(micro_batches):
-            seed_rng(args.seed, state.global_step, i)
+            seed_rng(args.seed, state.global_step, i)  # dropout draws the same after a resume
             with common.autocast(run.device, args.amp):
                 values = model(inputs, targets)  # {"loss": [n], metric: [n]}, of all replicas
             loss = values["loss"].sum() / total
             state.scaler.scale(loss).backward()
             values["loss"] = task.weigh(values["loss"], targets)
-            run.meter.add(**values)
-        state.scaler.unscale_(state.optimizer)  # looks for NaN and Inf in the gradients
-        norm = common.clip_grad_norm(state.net, args.clip_grad_norm, run.logs_next)  # for the log
-        state.scaler.step(state.optimizer)  # does nothing if it has found one
-        state.scaler.update()
+            state.meter.add(**values)
+        state.scaler.unscale_(state.optimizer)
+        norm = common.clip_grad_norm(state.parameters, args.clip_grad_norm)  # of the whole gradient
+        state.guard.step(norm)  # optimizer.step(), unless the norm is NaN or infinite
         state.optimizer.zero_grad(set_to_none=True)
         state.scheduler.step()  # after a skipped step too
         state.average.after_step()  # for --average ema
-        run.end_step(norm)  # counts and logs; saves if due; raises after a signal
+        run.end_step(norm)  # counts the step; writes the log; saves; exits after a signal
 
 
 @torch.no_grad()
@@ -50,44 +48,43 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss, the mean of each metric and the `count` over the whole data set."""
     model.eval()
-    meter = common.Meter(device)
+    meter = common.Meter()
     for i, batch in enumerate(loader):
         seed_evaluation(args.seed, i)  # a task that draws numbers draws the same in every mode
         inputs, targets = common.to_device(batch, device)
         with common.autocast(device, args.amp):
             outputs = model(inputs)
             losses = task.per_sample_loss(outputs, targets)
-            metrics = task.per_sample_metrics(outputs, targets)
-            meter.add(loss=task.weigh(losses, targets), **metrics)
+            meter.add(loss=task.weigh(losses, targets), **task.per_sample_metrics(outputs, targets))
+    common.train_mode(model)  # what is saved next is the network as it trains
     return meter.mean(task.dataset_metrics)
 
 
-@leaves_no_trace  # a notebook gets its signal handlers and environment back
+@restores_the_caller  # a notebook keeps its own seeds, signal handlers and flags of torch
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("dp", argv)
     device = set_up_device(args.device, args.deterministic)
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
 
-    # The loaders fork workers. A worker would keep a copy of the network: so that comes later.
-    order = args.batch_size, args.seed, args.accum_steps, args.balanced
-    train_sampler = GlobalBatchSampler(train_set, *order, window=args.shuffle_window)
+    # The loaders fork workers, which would keep a copy of the network: so that comes later.
+    order = {"batch_size": args.batch_size, "seed": args.seed, "accum_steps": args.accum_steps}
+    train_sampler = GlobalBatchSampler(train_set, **order)
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size)
-    loader_options = args.seed, args.workers, args.skip_corrupt, task.collate
-    train_loader = build_loader(train_set, train_sampler, device, *loader_options)
-    val_loader = build_loader(val_set, val_sampler, device, *loader_options)
+    fetch = {"seed": args.seed, "workers": args.workers, "collate": task.collate}
+    train_loader = build_loader(train_set, train_sampler, device, **fetch)
+    val_loader = build_loader(val_set, val_sampler, device, **fetch)
 
     net = task.build_net().to(device)  # from --seed or --weights
     schedule = schedule_options(args)  # {"schedule": "cosine", "epochs": 30, ...}
     optimizer = task.build_optimizer(net)
-    common.scale_lr(optimizer, args.scale_lr, args.replicas)
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
-    scaler = common.StepGuard(args.amp, device, net)  # torch's GradScaler; skips NaN at any --amp
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # else it does nothing
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
     state = State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, args)  # position, log, files
-    run.resume()  # opens the output directory, and loads the checkpoint of --resume
+    run.open()  # the output directory, and the checkpoint of --resume if there is one
 
     model = WithLoss(net, task, device, args.amp)  # each replica computes its own losses
     model = data_parallel(model, args.replicas, device)  # copies the model in every forward
@@ -101,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         run.end_epoch(metrics)  # logs them; writes last.pt, and best.pt if it is the best
     if args.eval_only:
         with average.swapped_in():
-            run.log.eval_line(evaluate(args, task, net, val_loader, device))
+            run.eval_line(evaluate(args, task, net, val_loader, device))
     run.finish()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(main())

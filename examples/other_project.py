@@ -3,8 +3,7 @@
 torchrun --standalone --nproc-per-node 2 examples/other_project.py --epochs 3
 
 It has its own command line, data and model, and resumes by itself from --file. It takes ranks and
-devices, the samplers, the step guard, the schedule, the meter and the checkpoint file, and nothing
-of machinery/.
+devices, the samplers, the step guard, the schedule, the meter and the checkpoint file.
 """
 
 import argparse
@@ -51,11 +50,11 @@ def main() -> None:
     dist.init_process_group(common.backend(device))  # after the loaders, which may fork workers
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).double().to(device)
-    optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0, nesterov=False)
+    optimizer = common.build_optimizer(net, "adamw", 0.01, 0.9, 0.0)
     schedule = {"schedule": "cosine", "epochs": args.epochs, "warmup_epochs": 0.5, "final_lr": 0.0}
     scheduler = common.build_scheduler(optimizer, sampler.steps_per_epoch, **schedule)
-    scaler = common.StepGuard("off", device, net)
-    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    guard = common.StepGuard(optimizer, torch.amp.GradScaler(enabled=False))  # no fp16
+    parts = {"net": net, "optimizer": optimizer, "scheduler": scheduler}
     first_epoch = 0
     if args.file.exists():
         checkpoint = torch.load(args.file, map_location="cpu", weights_only=True)
@@ -73,19 +72,16 @@ def main() -> None:
                 seed_rng(0, epoch * sampler.steps_per_epoch + step, i, rank)  # for dropout
                 losses = (model(inputs) - targets).square().squeeze(1)  # [n], not their mean
                 # Averaged over the ranks, this gives the gradient of the global batch's mean loss.
-                scaler.scale(losses.sum() * (world_size / args.batch_size)).backward()
-            scaler.unscale_(optimizer)
-            common.clip_grad_norm(net, 5.0)
-            scaler.step(optimizer)
-            scaler.update()
+                (losses.sum() * (world_size / args.batch_size)).backward()
+            guard.step(common.clip_grad_norm([*net.parameters()], 5.0))
             optimizer.zero_grad()
             scheduler.step()
 
-        if scaler.in_a_row >= common.MAX_SKIPPED_IN_A_ROW:
+        if guard.skipped_in_a_row >= guard.most_in_a_row:
             raise RuntimeError("diverged: ten steps in a row had non-finite gradients")
-        common.sync_buffers(net)
+        common.broadcast_tensors(net.buffers())  # of BatchNorm, if there is one
         net.eval()
-        meter = common.Meter(device)
+        meter = common.Meter()
         with torch.no_grad():
             for batch in val_loader:  # by the bare network: ranks have unequal numbers of batches
                 inputs, targets = common.to_device(batch, device)

@@ -47,7 +47,7 @@ def main():
     for epoch in range(10):
         sampler.set_position(epoch, step=0)  # else every epoch has the order of the first
         model.train()
-        train_meter = common.Meter(device)
+        train_meter = common.Meter()
         for micro_batches in train_loader:  # a list of one: there is no accumulation
             [(inputs, targets)] = common.to_device(micro_batches, device)
             losses = criterion(model(inputs), targets)  # of this rank's samples, [n]
@@ -57,9 +57,9 @@ def main():
             optimizer.step()
             train_meter.add(loss=losses)
 
-        common.sync_buffers(net)  # if it has BatchNorm: all ranks evaluate the same network
+        common.broadcast_tensors(net.buffers())  # BatchNorm's: all ranks evaluate the same network
         net.eval()
-        meter = common.Meter(device)
+        meter = common.Meter()
         with torch.no_grad():
             for batch in val_loader:  # by net: the ranks have unequal numbers of batches
                 inputs, targets = common.to_device(batch, device)

@@ -11,18 +11,23 @@ per sample is what makes it the same on every number of devices.
 
 import contextlib
 import io
+import os
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from torch import nn
-from torchvision.ops import batched_nms, box_convert, box_iou, generalized_box_iou_loss
-from torchvision.transforms import v2
 
-from tasks.images import conv_bn, read_image
+from common import fail
+from tasks.images import conv_bn, read_image, v2
+
+try:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+except ImportError:
+    fail("--task detect and pose need the package pycocotools: pip install pycocotools")
+from torchvision.ops import batched_nms, box_convert, generalized_box_iou_loss
 
 # Width and height of nine, as shares of the picture. Source: arXiv:1804.02767, for 416 pixels.
 SIDES = [10, 13, 16, 30, 33, 23, 30, 61, 62, 45, 59, 119, 116, 90, 156, 198, 373, 326]
@@ -30,18 +35,23 @@ ANCHORS = torch.tensor(SIDES).view(9, 2) / 416
 
 
 def add_options(parser):
-    parser.add_argument("--data-dir", required=True, help="directory of COCO's files")
+    parser.add_argument("--data-dir", type=os.path.abspath, required=True, help="of COCO's files")
     parser.add_argument("--image-size", type=int, default=416, help="side of the square pictures")
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--min-score", type=float, default=0.01, help="of a box that counts for AP")
+
+
+def read_coco(file):
+    """Read a file of annotations, without the lines that pycocotools prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return COCO(file)
 
 
 class Boxes(torch.utils.data.Dataset):
     """Pictures uint8 [3, side, side], and boxes [k, 6]: corners as shares, 1 for a crowd, class."""
 
     def __init__(self, folder, part, side, training):
-        with contextlib.redirect_stdout(io.StringIO()):
-            coco = COCO(folder / "annotations" / f"instances_{part}.json")
+        coco = read_coco(folder / "annotations" / f"instances_{part}.json")
         labels = {number: label for label, number in enumerate(sorted(coco.cats))}
         self.classes = [coco.cats[number]["name"] for number in labels]
         self.samples, self.side, self.training = [], side, training
@@ -101,9 +111,7 @@ class Detector(nn.Module):
 
 def build_model(args):
     annotations = Path(args.data_dir) / "annotations" / "instances_val2017.json"
-    with contextlib.redirect_stdout(io.StringIO()):
-        classes = len(COCO(annotations).cats)
-    return Detector(classes, args.width)
+    return Detector(len(read_coco(annotations).cats), args.width)
 
 
 def boxes_of(values, cells, grid, anchors):
@@ -163,16 +171,10 @@ def detect(outputs, min_score):
 
 
 def per_sample_metrics(outputs, targets, *, min_score):
-    found, wanted, hits = detect(outputs, min_score), [boxes.cpu() for boxes in targets], []
-    for own, true in zip(found, wanted):
-        true = true[true[:, 4] == 0]  # no crowds
-        same = (box_iou(true[:, :4], own[:, :4]) > 0.5) & (true[:, 5:] == own[:, 5])
-        hits.append(same.any(1).double().mean() if len(true) else torch.tensor(1.0).double())
-    return {"recall": torch.stack(hits).to(outputs[0]), "found": found, "wanted": wanted}
+    return {"found": detect(outputs, min_score), "wanted": [boxes.cpu() for boxes in targets]}
 
 
 def dataset_metrics(outputs):
-    """Return COCO's AP, the mean over IoU 0.5 to 0.95, and AP50; COCO ignores crowds itself."""
     true, found = [], []
     for i, (wanted, own) in enumerate(zip(outputs["wanted"], outputs["found"])):
         for rows, entries in ((wanted, true), (own, found)):
@@ -182,15 +184,19 @@ def dataset_metrics(outputs):
                 entry = {"id": len(entries) + 1, "image_id": i, "category_id": int(label)}
                 entry |= {"bbox": box, "area": box[2] * box[3], "score": score}
                 entries.append(entry | {"iscrowd": int(score)})  # COCO sets 0 for a found box
+    return average_precision(len(outputs["wanted"]), true, found, "bbox")
+
+
+def average_precision(images, true, found, kind):
+    """Return COCO's AP, the mean over IoU 0.5 to 0.95, and AP50; COCO ignores crowds itself."""
     if not true or not found:
         return {"AP": 0.0, "AP50": 0.0}
     with contextlib.redirect_stdout(io.StringIO()):
-        coco, labels = COCO(), {entry["category_id"] for entry in true}
-        images = [{"id": i} for i in range(len(outputs["wanted"]))]
-        categories = [{"id": label} for label in labels]
-        coco.dataset = {"images": images, "annotations": true, "categories": categories}
+        coco = COCO()
+        coco.dataset = {"images": [{"id": i} for i in range(images)], "annotations": true}
+        coco.dataset["categories"] = [{"id": n} for n in {entry["category_id"] for entry in true}]
         coco.createIndex()
-        scorer = COCOeval(coco, coco.loadRes(found), "bbox")
+        scorer = COCOeval(coco, coco.loadRes(found), kind)
         scorer.evaluate()
         scorer.accumulate()
         scorer.summarize()

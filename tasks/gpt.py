@@ -4,13 +4,14 @@ python tasks/gpt.py prepare book.txt data/book     # its bytes become train.bin 
 bash run.sh ddp 2 --task gpt --data-dir data/book --optimizer adamw --lr 1e-3 --best loss
 python tasks/gpt.py generate runs/gpt-.../best.pt "Once upon a time"
 
-A token is a byte, so no tokenizer is needed. Tokens of any tokenizer work too: write them as uint16
-into the two files, and give --vocabulary.
+A token is a byte, so no tokenizer is needed. Tokens of any tokenizer work too: write them into the
+two files as uint16, or as uint32 if --vocabulary is above 65536.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -23,47 +24,42 @@ from torch.utils.data import Dataset
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # where it is run as a program
 
-from common import UsageError
+from common import fail
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of this task."""
     add = parser.add_argument
-    add("--data-dir", metavar="DIR", help="directory of train.bin and val.bin")
+    add("--data-dir", type=os.path.abspath, metavar="DIR", help="of train.bin and val.bin")
     add("--context", type=int, default=128, metavar="N", help="tokens of a sample (%(default)s)")
     add("--vocabulary", type=int, default=256, metavar="N", help="number of tokens (%(default)s)")
     add("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
     add("--heads", type=int, default=4, metavar="N", help="of each attention (%(default)s)")
     add("--width", type=int, default=128, metavar="N", help="numbers per token (%(default)s)")
     add("--dropout", type=float, default=0.0, metavar="X", help="probability (%(default)s)")
-    epoch = "samples of an epoch (default: as many as would cover the text once)"
-    add("--samples", type=int, metavar="N", help=epoch)
-
-
-# --------------------------------------------------------------------------------------- data sets
+    add("--samples", type=int, metavar="N", help="of an epoch (default: to cover the text once)")
 
 
 def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     """Return random windows of train.bin, and all windows of val.bin, one after the other."""
     if not args.data_dir:
-        raise UsageError("--task gpt needs --data-dir, the directory of train.bin and val.bin")
-    files = [Path(args.data_dir, name) for name in ("train.bin", "val.bin")]
-    for file in files:
-        if not file.is_file() or file.stat().st_size < 2 * (args.context + 2):
-            problem = f"{file} is not there, or has less than {args.context} tokens"
-            raise UsageError(f"--data-dir {args.data_dir}: {problem}; see tasks/gpt.py prepare")
-    return Windows(files[0], args.context, True, args.samples), Windows(files[1], args.context)
+        fail("--task gpt needs --data-dir, the directory of train.bin and val.bin")
+    folder = Path(args.data_dir)
+    return Windows(folder / "train.bin", args, True), Windows(folder / "val.bin", args, False)
 
 
 class Windows(Dataset):
     """Windows of a file of tokens: (int64 [context], int64 [context]), the second is one later."""
 
-    def __init__(
-        self, file: Path, context: int, random: bool = False, samples: int | None = None
-    ) -> None:
-        self.file, self.context, self.random = file, context, random
-        self.tokens = file.stat().st_size // 2
-        self.samples = samples or (self.tokens - 1) // context
+    def __init__(self, file: Path, args: Namespace, random: bool) -> None:
+        self.file, self.context, self.random = file, args.context, random
+        self.vocabulary = args.vocabulary
+        self.type = np.dtype(np.uint16 if args.vocabulary <= 2**16 else np.uint32)
+        self.tokens = file.stat().st_size // self.type.itemsize if file.is_file() else 0
+        if self.tokens < self.context + 2:
+            problem = f"{file} is not there, or has less than {self.context} tokens"
+            fail(f"--data-dir: {problem}; see tasks/gpt.py prepare")
+        self.samples = (random and args.samples) or (self.tokens - 1) // self.context
 
     def __len__(self) -> int:
         return self.samples
@@ -73,8 +69,11 @@ class Windows(Dataset):
         if self.random:  # seeded for each sample, in each epoch
             start = int(torch.randint(self.tokens - self.context, ()))
         # Opened here: an open file would be shared by the loader workers.
-        tokens = np.memmap(self.file, dtype=np.uint16, mode="r")
+        tokens = np.memmap(self.file, dtype=self.type, mode="r")
         window = torch.from_numpy(tokens[start : start + self.context + 1].astype(np.int64))
+        if window.max() >= self.vocabulary:
+            problem = f"token {window.max()} is not below --vocabulary {self.vocabulary}"
+            raise ValueError(f"{self.file}: {problem}; they are read as {self.type}")
         return window[:-1], window[1:]
 
 
@@ -85,9 +84,6 @@ def prepare(text: Path, directory: Path) -> None:
     cut = len(tokens) * 9 // 10
     tokens[:cut].tofile(directory / "train.bin")
     tokens[cut:].tofile(directory / "val.bin")
-
-
-# ------------------------------------------------------------------------------------------- model
 
 
 class Block(nn.Module):
@@ -146,8 +142,6 @@ class GPT(nn.Module):
 
 
 def build_model(args: Namespace) -> nn.Module:
-    if args.width % args.heads != 0:
-        raise UsageError(f"--width {args.width} must be divisible by --heads {args.heads}")
     return GPT(args)
 
 
@@ -168,9 +162,6 @@ def build_optimizer(args: Namespace, net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, args.lr, betas=(args.momentum, 0.95), fused=True)
 
 
-# ------------------------------------------------------------------------------- loss and metrics
-
-
 def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of each window's tokens: [n, T, vocabulary], [n, T] -> [n]."""
     losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
@@ -180,9 +171,6 @@ def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def per_sample_metrics(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Return the share of tokens that are the best guess, [n]."""
     return {"right": (outputs.argmax(-1) == targets).float().mean(1)}
-
-
-# -------------------------------------------------------------------------------------- generating
 
 
 @torch.no_grad()
@@ -198,24 +186,21 @@ def generate(net: GPT, tokens: list[int], count: int, temperature: float = 0.8) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare a text, or let a trained model write.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    preparing = commands.add_parser("prepare", help="write the bytes of a text as tokens")
-    preparing.add_argument("text", type=Path)
-    preparing.add_argument("directory", type=Path)
-    generating = commands.add_parser("generate", help="go on with a text")
-    generating.add_argument("checkpoint", type=Path)
-    generating.add_argument("start")
-    generating.add_argument("--count", type=int, default=300, help="tokens (%(default)s)")
+    parser.add_argument("command", choices=["prepare", "generate"])
+    parser.add_argument("file", type=Path, help="a text; to generate, a checkpoint")
+    parser.add_argument("word", help="the directory to write; to generate, how the text begins")
+    parser.add_argument("--count", type=int, default=300, help="tokens to generate (%(default)s)")
     args = parser.parse_args()
     if args.command == "prepare":
-        return prepare(args.text, args.directory)
-    checkpoint = torch.load(args.checkpoint, weights_only=True)
-    if "shards" in checkpoint:
-        parser.error(f"{args.checkpoint} is in shards; python tools/whole.py makes one file of it")
+        return prepare(args.file, Path(args.word))
+    checkpoint = torch.load(args.file, weights_only=True)
     net = build_model(Namespace(**checkpoint["config"]))
     net.load_state_dict(checkpoint["weights"])
-    written = generate(net, list(args.start.encode()), args.count)
-    print(bytes(token % 256 for token in written).decode(errors="replace"))
+    if checkpoint["config"]["vocabulary"] == 256:
+        written = generate(net, list(args.word.encode()), args.count)
+        print(bytes(written).decode(errors="replace"))
+    else:  # numbers of a tokenizer, as "17 4 2"
+        print(*generate(net, [int(number) for number in args.word.split()], args.count))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ pycocotools reads. The network finds the joints of all people in a picture, and 
 way to the centre of that person (arXiv:1904.07850): joints that point to one centre are one person.
 """
 
-import contextlib
-import io
+import os
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from torch import nn
-from torchvision.transforms import v2
 
-from tasks.images import conv_bn, read_image
+from tasks.detect import average_precision, read_coco
+from tasks.images import conv_bn, read_image, v2
 
 JOINTS, MOST = 17, 30  # of a person; people that are found in a picture
 MARKS, MAPS = JOINTS + 1, 3 * JOINTS + 1  # joints and centre; with the ways from joints to centres
@@ -26,7 +23,7 @@ SWAPPED = [0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15, 17]  # in a
 
 
 def add_options(parser):
-    parser.add_argument("--data-dir", required=True, help="directory of COCO's files")
+    parser.add_argument("--data-dir", type=os.path.abspath, required=True, help="of COCO's files")
     parser.add_argument("--image-size", type=int, default=512, help="side of the square pictures")
     parser.add_argument("--stacks", type=int, default=2, help="hourglasses, one after the other")
     parser.add_argument("--width", type=int, default=128, help="channels of an hourglass")
@@ -40,8 +37,7 @@ class Pictures(torch.utils.data.Dataset):
     """
 
     def __init__(self, folder, part, side, training):
-        with contextlib.redirect_stdout(io.StringIO()):
-            coco = COCO(folder / "annotations" / f"person_keypoints_{part}.json")
+        coco = read_coco(folder / "annotations" / f"person_keypoints_{part}.json")
         self.samples, self.side, self.training = [], side, training
         most = max(1, *map(len, coco.imgToAnns.values()))
         for number in sorted(coco.imgs):
@@ -170,14 +166,9 @@ def people_of(maps):
 
 
 def per_sample_metrics(outputs, targets):
-    found, people = people_of(outputs[-1][0].detach().float()), targets["people"]
+    found = people_of(outputs[-1][0].detach().float())
     found[..., :2] *= targets["size"][:, None, None]
-    joints = people[..., :51].unflatten(2, (JOINTS, 3))
-    seen, reach = joints[..., 2] > 0, 0.1 * people[..., 58, None, None].sqrt()
-    far = (joints[:, :, None, :, :2] - found[:, None, ..., :2]).norm(dim=4)  # [n, true, found, 17]
-    hits = ((far < reach) & seen[:, :, None]).sum(3).amax(2)  # of the best of the found people
-    pck = hits.sum(1) / seen.sum((1, 2)).clamp(min=1)
-    return {"pck": pck, "found": list(found), "known": list(people)}
+    return {"found": list(found), "known": list(targets["people"])}
 
 
 def dataset_metrics(outputs):
@@ -191,13 +182,4 @@ def dataset_metrics(outputs):
         for person in found:
             guess = {"image_id": image, "category_id": 1, "score": person[:, 2].mean().item()}
             guesses.append(guess | {"keypoints": person.flatten().tolist()})
-    with contextlib.redirect_stdout(io.StringIO()):
-        coco = COCO()
-        images = [{"id": image} for image in range(len(outputs["known"]))]
-        coco.dataset = {"images": images, "annotations": true, "categories": [{"id": 1}]}
-        coco.createIndex()
-        scorer = COCOeval(coco, coco.loadRes(guesses), "keypoints")
-        scorer.evaluate()
-        scorer.accumulate()
-        scorer.summarize()
-    return {"AP": scorer.stats[0], "AP50": scorer.stats[1]}
+    return average_precision(len(outputs["known"]), true, guesses, "keypoints")

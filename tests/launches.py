@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "tests" / "tasks"
 # In a line of the log: differs from run to run
-MEASURED = ("samples_per_s", "data_wait", "train_s", "eval_s", "save_s")
+MEASURED = ("samples_per_s", "data_wait")
 # Command lines: of a rank under a launcher, but not of Python's resource tracker beside it; and of a run that is one process
 RANK = re.compile(r"train_(ddp|fsdp)\.py|multiprocessing-fork")
 WHOLE = re.compile(r"train_(single|dp)\.py")
@@ -53,12 +53,6 @@ def treats(pid: int, number: int, how: str) -> bool:
     return bool(mask) and bool(int(mask[1], 16) & 1 << number - 1)
 
 
-def without_gloo(output: str) -> str:
-    """Leave out the line that gloo prints on every rank in some versions of torch, 2.8 among them."""
-    line = r"^\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. .*\n"
-    return re.sub(line, "", output, flags=re.MULTILINE)
-
-
 def send(pids: list[int], number: int) -> None:
     for pid in pids:
         try:
@@ -83,25 +77,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def listening(pids: list[int]) -> dict[int, str]:
-    """Return {port: address} of all TCP sockets on which the processes listen. Source: man 5 proc_net_tcp."""
-    inodes = set()
-    for pid in pids:
-        try:
-            inodes |= {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
-        except OSError:  # the process, or one of its files, is gone
-            continue
-    found = {}
-    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in inodes:
-                words, port = local.split(":")
-                address = b"".join(bytes.fromhex(word)[::-1] for word in re.findall("." * 8, words))
-                found[int(port, 16)] = socket.inet_ntop(family, address)
-    return found
 
 
 class Launch:

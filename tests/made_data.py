@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from coco import make_boxes, make_people
 from torchvision.io import write_jpeg
-from torchvision.models import get_model
 
 # name: colours of the middle and of the petals, number of petals
 FLOWERS = {
@@ -48,12 +47,6 @@ def make_flowers(folder: Path, train: int, val: int, side: int = 72) -> None:
             path = folder / part / name / f"{i:04}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_jpeg((picture * light + noise).clamp(0, 255).byte(), str(path))
-
-
-def make_weights(path: Path) -> None:
-    """Write the weights of a ResNet-18 with 1000 classes, as it is before any training."""
-    torch.manual_seed(0)
-    torch.save(get_model("resnet18").state_dict(), path)
 
 
 def make_shards(folder: Path, train: int, val: int) -> None:
@@ -116,9 +109,7 @@ def make_text(file: Path, length: int) -> None:
 
 
 def main(kind: str, folder: str, *counts: str) -> None:
-    if kind == "weights":
-        make_weights(Path(folder))
-    elif kind == "text":
+    if kind == "text":
         make_text(Path(folder), *map(int, counts))
     else:
         KINDS[kind](Path(folder), *map(int, counts))

@@ -3,6 +3,7 @@
 A patch is called in every process of a run, with its rank, before the script's `main`; see `harness.train`.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -10,19 +11,21 @@ import os
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from harness import TASKS, run_processes
-from launches import MEASURED
+import torch
+from harness import MODES, TASKS, run_processes
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import common
-import machinery.check
-import machinery.process
-import machinery.usertask
+import engine.check
+import sampling
+from engine.task_file import Task
 
 # 203 training samples in batches of 30: 6 steps an epoch, 18 in all; neither 4 ranks nor 4 micro-batches divide a batch
 BASE = (
@@ -55,11 +58,8 @@ def in_process(function):
 
 def printed(out, name):
     """The values of all lines `name JSON` in the output."""
-    return [
-        json.loads(line.removeprefix(name))
-        for line in out.splitlines()
-        if line.startswith(f"{name} ")
-    ]
+    lines = [line.split(" ", 1) for line in out.splitlines() if line.startswith(f"{name} ")]
+    return [json.loads(value) for _, value in lines]
 
 
 def after_step(step, action):
@@ -76,13 +76,13 @@ def stop_after(step, rank):
 
 def wrap_in_task(name, wrapped):
     """Let `wrapped(original, *arguments)` stand for a function of the task in this process."""
-    make = machinery.usertask.Task.__init__
+    make = Task.__init__
 
     def made(self, args):
         make(self, args)
         setattr(self, name, functools.partial(wrapped, getattr(self, name)))
 
-    machinery.usertask.Task.__init__ = made
+    Task.__init__ = made
 
 
 def change_training_loss(change, rank):
@@ -98,65 +98,6 @@ def change_training_loss(change, rank):
     wrap_in_task("per_sample_loss", per_sample_loss)
 
 
-def on_rank_1(change, call):
-    """Let `change(losses)` replace the losses of rank 1 in one step of the training, counted from 0.
-
-    It asks for the rank at the time: this is called before ranks are forked.
-    """
-
-    def changed(losses, k):
-        return change(losses) if k == call and dist.get_rank() == 1 else losses
-
-    change_training_loss(changed, None)
-
-
-def set_environment(values, rank):
-    os.environ.update(values)
-
-
-class Patches:
-    """Several patches as one."""
-
-    def __init__(self, *patches):
-        self.patches = patches
-
-    def __call__(self, rank):
-        for patch in self.patches:
-            patch(rank)
-
-
-def checked(rank):
-    """Let the script check, as it does outside of these tests."""
-    for mode in ("single", "dp", "ddp", "spawn", "fsdp"):
-        if script := sys.modules.get(f"train_{mode}"):
-            script.check_run = machinery.check.check_run
-
-
-def without_speed(lines):
-    """Lines of metrics.jsonl without what differs from run to run."""
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
-
-
-def spawn_launcher(argv, change=None, call=2):
-    """train_spawn.py as launched by hand, but for the start of its ranks by fork, which saves importing torch in each."""
-    import train_spawn
-
-    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
-    if change:
-        on_rank_1(change, call)
-    return machinery.process.run_main(functools.partial(train_spawn.main, argv))
-
-
-def scale_as_fp16(rank):
-    """The loss scale of --amp fp16 in float64, where it must not change a bit: that shows the order of what is done with the gradient."""
-    init = common.StepGuard.__init__
-
-    def scaled(self, amp, *arguments):
-        init(self, "fp16", *arguments)
-
-    common.StepGuard.__init__ = scaled
-
-
 def call_in_task(name, at, function, rank_to_call=0, rank=0):
     """Let rank `rank_to_call` call `function()` in the `at`-th call, from 0, of a function of the task. Bind all but the rank."""
     if rank != rank_to_call:
@@ -169,3 +110,154 @@ def call_in_task(name, at, function, rank_to_call=0, rank=0):
         return original(*arguments)
 
     wrap_in_task(name, watched)
+
+
+def checked(rank):
+    """Let the script check, as it does outside of these tests."""
+    for mode in MODES:
+        if script := sys.modules.get(f"train_{mode}"):
+            script.check_run = engine.check.check_run
+
+
+# ------------------------------------------------------------------ what the rows of test_runs.py name
+
+
+@dataclasses.dataclass(frozen=True)
+class Events:
+    """Disturb a run: pairs of a name in EVENTS, and when. The same pairs are the same run."""
+
+    events: tuple[tuple[str, str], ...] = ()
+
+    def __call__(self, rank: int) -> None:
+        for name, at in self.events:
+            EVENTS[name](at, rank)
+
+
+def signal_after_step(number: int) -> Callable[[str, int], None]:
+    """Send it to rank 0, as a cluster does: the run stops there, or one step later with ranks."""
+
+    def event(at: str, rank: int) -> None:
+        if rank == 0:
+            after_step(int(at), lambda: os.kill(os.getpid(), number))
+
+    return event
+
+
+def kill_at_call(at: str, rank: int) -> None:
+    """SIGKILL for a rank just before the K-th system call of which saves are made: K, or K.RANK."""
+    number, who = map(int, f"{at}.0".split(".")[:2])
+    calls = itertools.count(1)
+
+    def counted(original: Callable, *arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+
+    for name in ("mkdir", "fsync", "rename", "replace", "rmdir") if rank == who else ():
+        setattr(os, name, functools.partial(counted, getattr(os, name)))
+
+
+def fill_disk(at: str, rank: int) -> None:
+    """From the K-th rename on there is no space left."""
+    replace, calls = os.replace, itertools.count(1)
+
+    def full(*arguments: Any) -> None:
+        if next(calls) >= int(at):
+            raise OSError(28, "No space left on device")
+        replace(*arguments)
+
+    os.replace = full
+
+
+def make_nan(at: str, rank: int) -> None:
+    """The losses of these forwards, counted from 0, are NaN: K or K-L; with ranks on rank 1 alone."""
+    first, last = map(int, f"{at}-{at}".split("-")[:2])
+
+    def change(losses: torch.Tensor, k: int) -> torch.Tensor:
+        hit = first <= k <= last and os.environ.get("RANK", "1") == "1"
+        return losses * float("nan") if hit else losses
+
+    change_training_loss(change, rank)
+
+
+def in_task(name: str, function: Callable[[], Any]) -> Callable[[str, int], None]:
+    """Call it in the K-th call, from 0, of a function of the task, on the last rank."""
+
+    def event(at: str, rank: int) -> None:
+        last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+        call_in_task(name, int(at), function, last, rank)
+
+    return event
+
+
+def break_down() -> None:
+    raise RuntimeError("broken on purpose")
+
+
+EVENTS = {
+    # At the end of the run the last checkpoint is of this EPOCH.STEP.
+    "saved": lambda at, rank: None,
+    "stop": signal_after_step(signal.SIGTERM),
+    "int": signal_after_step(signal.SIGINT),
+    "hup": signal_after_step(signal.SIGHUP),
+    "usr1": signal_after_step(signal.SIGUSR1),
+    "kill": kill_at_call,
+    "full": fill_disk,
+    "nan": make_nan,
+    "raise": in_task("per_sample_loss", break_down),
+    "hang": in_task("per_sample_loss", functools.partial(time.sleep, 15)),
+    "evalstop": in_task("per_sample_metrics", lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "evalkill": in_task("per_sample_metrics", lambda: os.kill(os.getpid(), signal.SIGKILL)),
+}
+KILLED = {1, -signal.SIGKILL}
+# The exit codes with which a run ends by an event; what is not here ends none.
+ENDING = {"stop": {143}, "int": {130}, "hup": {129}, "usr1": {0}, "kill": KILLED, "full": {1}}
+ENDING |= {"raise": {1}, "evalstop": {143}, "evalkill": KILLED}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Let one device compute what N ranks of a mode compute, one slice after the other.
+
+    Each slice has the dropout masks of its rank, and its own statistics of BatchNorm, of which rank
+    0's are kept. How a batch is cut is written anew here, with nothing from the scripts.
+    """
+
+    mode: str
+    n: int
+
+    def __call__(self, rank: int) -> None:
+        import train_single
+
+        train_single.train_one_epoch = self.train_one_epoch
+
+    def cut(self, micro_batches: list) -> list[tuple[int, int, Any]]:
+        """Return (micro-batch, rank, samples) of each forward."""
+        # as nn.DataParallel cuts, and as the sampler does
+        cut = torch.Tensor.chunk if self.mode == "dp" else torch.Tensor.tensor_split
+        return [
+            (i, r, tree_map(lambda tensor, places=places: tensor[places], micro_batch))
+            for i, micro_batch in enumerate(micro_batches)
+            for r, places in enumerate(cut(torch.arange(len(micro_batch[1])), self.n))
+        ]
+
+    def train_one_epoch(self, args, task, model, loader, state, run):
+        common.train_mode(model)
+        for micro_batches in run.batches(loader):
+            total = task.total_weight(micro_batches)
+            for i, rank, (inputs, targets) in self.cut(micro_batches):
+                buffers = [buffer.clone() for buffer in model.buffers()]
+                sampling.seed_rng(args.seed, state.global_step, i, rank)
+                outputs = model(inputs)
+                losses = task.per_sample_loss(outputs, targets)
+                (losses.sum() / total).backward()
+                for buffer, before in zip(model.buffers(), buffers if rank else ()):
+                    buffer.copy_(before)
+                metrics = task.train_metrics(outputs, targets)
+                state.meter.add(loss=task.weigh(losses, targets), **metrics)
+            norm = common.clip_grad_norm(state.parameters, args.clip_grad_norm)
+            state.optimizer.step()
+            state.optimizer.zero_grad(set_to_none=True)
+            state.scheduler.step()
+            state.average.after_step()
+            run.end_step(norm)

@@ -3,11 +3,6 @@
 from harness import TASKS
 
 SMALL = ("--task", str(TASKS / "small.py"), *"--epochs 4 --batch-size 30 --log-every 4".split())
-EVERYTHING = [
-    "--task",
-    str(TASKS / "everything.py"),
-    *"--dtype float64 --epochs 3 --batch-size 30 --log-every 4".split(),
-]
 ODD = ("--task", str(TASKS / "odd.py"), "--dtype", "float64", "--batch-size", "30", "--epochs", "3")
 ODD += ("--lr", "0.05", "--log-every", "1", "--warmup-epochs", "0.5")
 NOISE = (*ODD, "--model", "conv+noise")

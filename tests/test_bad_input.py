@@ -1,6 +1,10 @@
-"""Bad input is refused before any process is started: exit code 2, one clear line that names the option, nothing written."""
+"""Command lines and files that cannot be right: one line that names the option, exit code 2, nothing written.
+
+Also those that are unusual but right, and files that mean harm.
+"""
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -8,159 +12,90 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, check
-from runs import make_run
+from harness import ROOT, build_and_check
+from single import HEAD, SMALL, single
 
-import common
-import machinery.cli
+from engine.options import parse_args
 
-FILES = {
-    "three.py": "def build_datasets(args): ...\ndef build_model(args): ...\ndef per_sample_loss(outputs, targets): ...\n",
-    "syntax.py": "def build_datasets(args:\n",
-    "raises.py": "import no_such_module_at_all\n",
-    "leaves.py": "import sys\n\nsys.exit('usage: leaves.py FILE')\n",
-    "asks.py": "build_datasets = build_model = per_sample_metrics = print\ndef per_sample_loss(outputs, targets, *, colour): ...\n",
-    "junk.pt": "this is no checkpoint",
-}
-# A task that is the default one but for one function: what is wrong must be found before a process is started, and named
-HEAD = "import torch\nfrom torch import nn\nfrom task import build_datasets, build_model, per_sample_loss, per_sample_metrics\n"
-LOSS = "def per_sample_loss(outputs, targets):\n    return "
-METRICS = "def per_sample_metrics(outputs, targets):\n    return "
-MODEL = "class Net(nn.Linear):\n    def __init__(self, *_):\n        super().__init__(64, 10)\n    def forward(self, images):\n        return "
 DATA = "def build_datasets(args):\n    return "
-TASKS = {
-    "one": "from task import build_datasets as both\n"
-    + DATA
-    + "[torch.utils.data.Subset(part, [0]) for part in both(args)]\n",
-    "loss-mean": LOSS + "nn.functional.cross_entropy(outputs, targets)\n",
-    "loss-target": LOSS + "nn.functional.cross_entropy(outputs, targets.double() / 3)\n",
-    "metrics-empty": METRICS + "{}\n",
-    "metrics-loss": METRICS + "{'top1': targets, 'loss': targets}\n",
-    "model-empty": "build_model = lambda args: nn.Flatten()\n",
-    "model-raises": "def build_model(args):\n    return nn.Linear(-1, 10, colour='red')\n",
-    "model-shape": MODEL + "super().forward(images.float())\nbuild_model = Net\n",
-    "loss-of-all": LOSS + "(outputs[:, :1].double() - targets).abs().mean(1)\n",
-    "metric-of-all": METRICS + "{'r2': (outputs[:, 0] - outputs.mean()).square()}\n",
-    "model-of-all": MODEL
-    + "super().forward((images.double() - images.double().mean(0)).flatten(1))\nbuild_model = Net\n",
-    "model-looks-back": MODEL
-    + "super().forward(images.flatten(1).double()).cumsum(0)\nbuild_model = Net\n",
-    "loss-of-class": LOSS  # of a set that is sorted by class: a first batch would have one alone
-    + "nn.functional.cross_entropy(outputs, targets, reduction='none') * len(targets) / targets.bincount()[targets]\n"
-    + "from task import build_datasets as both\n"
-    + DATA
-    + "[torch.utils.data.Subset(part, part.targets.argsort().tolist()) for part in both(args)]\n",
-    "weights-of-all": "def loss_weights(targets):\n    return (targets + 1) / (targets + 1).sum()\n",
-    "data-packed": DATA
-    + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n"
-    + "def collate(samples):\n    inputs, targets = zip(*samples)\n"
-    + "    return nn.utils.rnn.pack_sequence(inputs, False), torch.tensor(targets) % 10\n"
-    + MODEL
-    + "super().forward(torch.zeros(len(images.unsorted_indices), 64))\nbuild_model = Net\n",
-    "data-loaders": DATA + "[torch.utils.data.DataLoader([(torch.zeros(1), 0)])] * 2\n",
-    "data-stream": "class Stream(torch.utils.data.IterableDataset): __iter__ = None\n"
-    + DATA
-    + "Stream(), Stream()\n",
-    "data-one": DATA + "[1, 2, 3]\n",
-    "data-empty": DATA + "[1] * 99, []\n",
-    "data-missing": DATA + "open('no such file')\n",
-    "data-triple": DATA + "[(torch.zeros(1), 0, 0)] * 99, [(torch.zeros(1), 0, 0)]\n",
-    "data-told": "class Told(list):\n    def set_epoch(self, epoch): pass\n"
-    + DATA
-    + "Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
-    "data-ragged": DATA + "[[(torch.zeros(i + 1), i) for i in range(99)]] * 2\n",
-    "renorm": "build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, max_norm=1.0))\n",
-    "data-unreadable": "class Torn(list):\n    def __getitem__(self, index):\n        raise OSError('image file is truncated')\n"
-    + DATA
-    + "Torn([0] * 99), Torn([0])\n",
-}
-# mode and N, options, what the error must say: " ... " stands for any text. TMP is a folder with FILES in it and a finished run in TMP/run
+LOSS = "def per_sample_loss(outputs, targets):\n    return "
+FILES = {
+    "three.py": "def build_datasets(args): ...\ndef build_model(args): ...\ndef per_sample_loss(o, t): ...\n",
+    "told.py": f"{HEAD}class Told(list):\n    def set_epoch(self, epoch): pass\n{DATA}Told([(torch.zeros(1), 0)] * 99), [(torch.zeros(1), 0)]\n",
+    "sparse.py": f"{HEAD}build_model = lambda args: nn.Sequential(nn.Embedding(9, 9, sparse=True))\n",
+    "hook.py": f"{HEAD}def build_model(args):\n    net = nn.Linear(64, 10)\n    net.bias.register_hook(lambda gradient: gradient / 2)\n    return net\n",
+    "divided.py": f"{HEAD}{LOSS}nn.functional.cross_entropy(outputs, targets, reduction='none') / len(targets)\n",
+    "padding.py": f"{HEAD}{LOSS}(outputs[:, 0].double() - outputs.mean()).square()\n",
+    "metric.py": f"{HEAD}def per_sample_metrics(outputs, targets):\n    return {{'r2': (outputs[:, 0] - outputs.mean()).square()}}\n",
+    "weight.py": f"{HEAD}def loss_weights(targets):\n    return (targets + 1) / (targets + 1).sum()\n",
+    "packed.py": f"{HEAD}class Net(nn.Linear):\n    def forward(self, images): return super().forward(torch.stack(images).flatten(1).float())\n"
+    "def build_model(args): return Net(64, 10)\n"
+    "def collate(samples): return [x for x, _ in samples], torch.stack([t for _, t in samples])\n",
+    "junk.pt": "this is no checkpoint",
+}  # fmt: skip
+# mode and N | options | what the line must say. TMP is a folder with FILES in it; TMP/run and TMP/logged hold runs
 CASES = r"""
-single 1 | --batch-size 0 | --batch-size: must be a whole number, at least 1, got 0
-single 1 | --batch-size 1438 | --batch-size 1438 is larger than the training set (1437 samples)
-single 1 | --accum-steps 65 | --batch-size 64 cannot be cut into 1 devices x 65 accumulation steps; it must be at least 65
-single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such file
-single 1 | --resume TMP | --resume TMP: is a directory; name a file in it
+single 1 | --batch-size 0 | --batch-size: must be ... at least 1, got 0
+single 1 | --lr fast | --lr: ... fast
+single 1 | --lr nan | --lr: must be a number
+single 1 | --momentum 1.01 | --momentum: must be a number, 0 to 1, got 1.01
+single 1 | --amp bf8 | --amp
+single 1 | --batch-size 1438 | --batch-size 1438 ... 1437
+single 1 | --accum-steps 65 | --batch-size 64 ... 65 micro-batches
+ddp 9 | --batch-size 8 | --batch-size 8 ... 9 devices
+dp 9 | --batch-size 8 | --batch-size 8 ... 9 devices
+spawn 9 | --batch-size 8 | --batch-size 8 ... 9 devices
+single 1 | --resume TMP/missing.pt | --resume TMP/missing.pt: no such
+single 1 | --resume TMP/junk.pt | --resume TMP/junk.pt: damaged
+single 1 | --resume TMP/other.pt | --resume TMP/other.pt: not a checkpoint of this program, format 5
 single 1 | --resume auto | --resume auto needs --output-dir
-single 1 | --eval-only | --eval-only needs --resume FILE
-single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision; use --amp off
+single 1 | --eval-only | --eval-only needs --resume FILE or --weights FILE
+single 1 | --eval-only --resume auto --output-dir TMP/new | --eval-only needs
+single 1 | --weights TMP/missing.pt | --weights TMP/missing.pt: no such file
+single 1 | --weights TMP/junk.pt | --weights TMP/junk.pt: damaged
+single 1 | --weights TMP/foreign.pt | --weights TMP/foreign.pt: it has no tensor of the right name and shape for conv1.weight
+single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision
 single 1 | --schedule step | --schedule step needs --step-epochs
-single 1 | --nesterov --momentum 0 | --optimizer sgd: Nesterov momentum requires a momentum
-single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; there are conv1.weight
-single 1 | --freeze * | --freeze *: it freezes all, and nothing trains
-single 1 | --device cuda:7 | --device cuda:7: not on this machine; available: auto, cpu
-single 1 | --no-such-option | unrecognized arguments: --no-such-option
-single 1 | --batch 32 | unrecognized arguments: --batch 32 (--help lists the options)
-dp 2 | --compile | --compile does not follow nn.DataParallel
-dp 2 | --sync-bn | --sync-bn does not work in nn.DataParallel
-single 1 | --task TMP/data-loaders.py | build_datasets made a DataLoader; return the data sets: the script makes the loaders
-single 1 | --batch_size 32 | unrecognized arguments: --batch_size 32 (--help lists the options); did you mean --batch-size?
-single 1 | --task TMP/none.py | --task TMP/none.py: no such file
-single 1 | --task TMP/three.py | missing: per_sample_metrics
-single 1 | --task TMP/syntax.py | --task TMP/syntax.py ... SyntaxError
-single 1 | --task TMP/raises.py | --task TMP/raises.py ... ModuleNotFoundError: No module named 'no_such_module_at_all'
-single 1 | --task TMP/asks.py | per_sample_loss asks for colour, which is no option
-single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt
-single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; continue it with --resume auto
-single 1 | --output-dir TMP/logged | --output-dir TMP/logged already holds a run without a checkpoint; start it anew with --resume auto
-single 1 | --schedule cyclic --step-epochs 3 6 | --schedule cyclic takes one of --step-epochs
-single 1 | --output-dir TMP/closed/run | --output-dir TMP/closed/run: cannot write in TMP/closed
-single 1 | --task TMP/leaves.py | --task TMP/leaves.py ... SystemExit: usage: leaves.py FILE
-single 1 | --task TMP/loss-mean.py | --task TMP/loss-mean.py: per_sample_loss or loss_weights, for samples 788, 861, 82, ... of the training set: ValueError: loss must be one number per sample, shape [n], as with reduction="none"; got shape []
-single 1 | --task TMP/loss-target.py | --task TMP/loss-target.py: per_sample_loss ... RuntimeError:
-single 1 | --task TMP/metrics-empty.py | --task TMP/metrics-empty.py ... per_sample_metrics must return at least one metric, and none named count ... got {}
-single 1 | --task TMP/metrics-loss.py | --task TMP/metrics-loss.py ... per_sample_metrics must return at least one metric, and none named count
-single 1 | --task TMP/model-empty.py | --task TMP/model-empty.py: build_model must return an nn.Module with parameters, got Flatten
-single 1 | --task TMP/model-raises.py | --task TMP/model-raises.py: build_model ... TypeError: Linear.__init__() got an unexpected keyword argument 'colour'
-single 1 | --task TMP/model-shape.py | --task TMP/model-shape.py: the forward of the model, for samples ... RuntimeError:
-single 1 | --task TMP/data-one.py | --task TMP/data-one.py: build_datasets: ValueError: too many values to unpack (expected 2)
-single 1 | --task TMP/data-missing.py | --task TMP/data-missing.py: build_datasets ... FileNotFoundError: [Errno 2] No such file or directory: 'no such file'
-single 1 | --task TMP/data-triple.py | --task TMP/data-triple.py ... samples 49, 97, 53, ... of the training set: a sample must be (input, target), got a list of 3
-single 1 | --task TMP/data-told.py | --task TMP/data-told.py: set_epoch of a data set is not called; draw in __getitem__
-single 1 | --task TMP/data-unreadable.py | --task TMP/data-unreadable.py: __getitem__ or collate, for samples 49, 97, 53, ... of the training set: RuntimeError: sample 49 cannot be read: OSError: image file is truncated
-single 1 | --task TMP/data-empty.py | the evaluation set is empty
-single 1 | --task imges | --task: must be a file with a name that ends in .py, or one of detect, gpt, images, pose, digits; got 'imges'
+single 1 | --step-epochs 3 | --step-epochs has no effect on --schedule cosine
+single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; use conv1.weight
+single 1 | --device tpu | --device
+single 1 | --batch_size 32 | --batch_size 32
+single 1 | --batch 32 | --batch 32
+dp 2 | --compile | --compile ... nn.DataParallel; use ddp
+dp 2 | --task TMP/packed.py | dp cuts tensors [n, ...] alone
+spawn 2 | --nnodes 2 --node-rank 2 | --nnodes 2 needs --node-rank below it
+spawn 2 | --nnodes 2 | --nnodes 2 needs ... --dist-url
+fsdp 2 | --amp fp16 | --amp fp16 ... use --amp bf16
+fsdp 2 | --channels-last | --channels-last
+single 1 | --task imges | --task imges: no such file ... digits, detect, gpt, images, pose
+single 1 | --task TMP/three.py | --task TMP/three.py: the file must define per_sample_metrics
+single 1 | --task TMP/told.py | --task TMP/told.py: set_epoch of a data set is not called; draw in __getitem__
+ddp 2 | --task TMP/sparse.py | --task TMP/sparse.py: 0 has sparse gradients
+fsdp 2 | --task TMP/hook.py | --task TMP/hook.py: bias has a hook
+single 1 | --task TMP/divided.py | in half of it: other samples must not change it; do not divide by the number of samples
+ddp 2 | --task TMP/padding.py | --task TMP/padding.py: loss of ... in half of it ... keep padding out of the model
+single 1 | --task TMP/metric.py | --task TMP/metric.py: r2 of ... in half of it
+ddp 2 | --task TMP/weight.py | weight of loss of
 single 1 | --task images | --dataset imagefolder needs --data-dir
-single 1 | --task images --dataset cifar10 --data-dir TMP | --data-dir TMP: cifar10 is not here; --download fetches it
-single 1 | --task images --dataset cifar10 --data-dir TMP --image-size 16 | --image-size 16 has no effect on --dataset cifar10
-single 1 | --task images --dataset synthetic --model resnet81 | ValueError: Unknown model resnet81
-single 1 | --task images --dataset synthetic --pretrained | --pretrained: torchvision has no weights for resnet9; see --weights
-fsdp 2 | --grad-compress bf16 | --grad-compress bf16 belongs to DDP; use ddp or spawn
-fsdp 2 | --amp fp16 | --amp fp16 is not tested with sharded gradients; use --amp bf16
-single 1 | --amp bf16-shards | --amp bf16-shards is for fsdp alone; use --amp bf16
-dp 2 | --amp bf16-shards | --amp bf16-shards is for fsdp alone; use --amp bf16
-fsdp 2 | --amp bf16-shards --dtype float64 | --amp bf16-shards is half precision; use --amp off
-fsdp 2 | --channels-last | --channels-last: fsdp cannot shard it
-fsdp 2 | --shard-size 3 | --shard-size 3 must divide the number of devices, 2
-ddp 2 | --task TMP/renorm.py | build_model: 0 changes its weights in each forward, on each rank others; leave out max_norm
-single 1 | --task TMP/data-ragged.py | --task TMP/data-ragged.py: __getitem__ or collate, for samples 49, 97, 53, ... of the training set: RuntimeError: stack expects each tensor to be equal size, but got [50] at entry 0 and [98] at entry 1
-ddp 2 | --task TMP/loss-of-all.py --dtype float64 | loss of sample 788 is
-ddp 2 | --task TMP/model-of-all.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model and the loss; draw and mix in __getitem__, not in collate; for a mean over tokens return sums, undivided, and define loss_weights; a loss that compares samples needs gather_samples
-single 1 | --task TMP/metric-of-all.py --dtype float64 | in half of it: other samples must not change it; use dataset_metrics for the whole set
-ddp 2 | --task TMP/model-looks-back.py --dtype float64 | in half of it: other samples must not change it; keep padding out of the model
-single 1 | --task TMP/loss-of-class.py --batch-size 16 | in half of it: other samples must not change it; keep padding out
-ddp 2 | --task TMP/weights-of-all.py | weight of loss of sample 788 is
-dp 2 | --task TMP/data-packed.py | dp can only cut a batch of tensors [n, ...]; use ddp or spawn, or pad in collate
-single 1 | --shuffle-window 0 | --shuffle-window: must be a whole number, at least 1, got 0
-ddp 2 | --shuffle-window 4 | --shuffle-window 4 needs a training set with `shards = [n0, n1, ...]`
-single 1 | --shuffle-window 4 --balanced | --shuffle-window 4 and --balanced are two different orders; leave one
-single 1 | --task TMP/data-stream.py | an IterableDataset has no order; it needs __len__ and __getitem__, which finds a record by its number; to read in sequence: --shuffle-window, examples/recipes/shards.py
+single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt
+single 1 | --output-dir TMP/closed/run | --output-dir TMP/closed/run: cannot write in TMP/closed
+single 1 | --output-dir TMP/run | --output-dir TMP/run already holds a run; go on with it by --resume auto
+single 1 | --output-dir TMP/logged | --output-dir TMP/logged already holds a run
 """
 CASES = [line.split(" | ") for line in CASES.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bad input")
-    for name, text in [
-        *FILES.items(),
-        *((f"{name}.py", HEAD + text) for name, text in TASKS.items()),
-    ]:
+    folder = tmp_path_factory.mktemp("bad")
+    for name, text in FILES.items():
         (folder / name).write_text(text)
     for name in ("closed", "run", "logged"):
         (folder / name).mkdir()
-    (folder / "run" / "last.pt").write_bytes(b"")
+    (folder / "run" / "best.pt").write_bytes(b"")
     (folder / "logged" / "metrics.jsonl").write_text("{}")
+    torch.save({"layer.weight": torch.zeros(3)}, folder / "foreign.pt")
+    torch.save({"format": 4, "config": {}}, folder / "other.pt")
     return folder
 
 
@@ -168,154 +103,203 @@ def contents(folder):
     return {path: (path.lstat().st_size, path.lstat().st_mtime_ns) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize(
-    ("device", "arguments", "message"),
-    CASES,
-    ids=[f"{mode.replace(' ', '-')} {text}" for mode, text, _ in CASES],
-)
-def test_bad_input_is_refused_by_name(device, arguments, message, folder, monkeypatch, capfd):
-    mode, n = device.split()
-    monkeypatch.setattr(
-        "torch.accelerator.is_available", lambda: False
-    )  # the same words on every machine
+@pytest.fixture
+def quiet(folder, monkeypatch):
+    """Be in the folder, with the same words on every machine."""
     access = os.access  # to root no folder is read-only
     monkeypatch.setattr(
         os, "access", lambda path, how: Path(path).name != "closed" and access(path, how)
     )
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
     monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize(("device", "options", "message"), CASES, ids=[f"{mode} {text}" for mode, text, _ in CASES])  # fmt: skip
+def test_bad_input_is_refused_by_name(device, options, message, folder, quiet, capfd):
+    mode, n = device.split()
     before = contents(folder)
-    argv = [part.replace("TMP", str(folder)) for part in arguments.split()]
-    with pytest.raises(common.UsageError) as error:
-        check(mode, int(n), *argv)
-    parts = message.replace("TMP", str(folder)).split(" ... ")
-    assert re.search(".*".join(map(re.escape, parts)), str(error.value), re.DOTALL)
-    assert "\n" not in str(error.value), "one line"
-    assert contents(folder) == before, "nothing written"
+    with pytest.raises(SystemExit) as end:
+        build_and_check(
+            mode, int(n), [word.replace("TMP", str(folder)) for word in options.split()]
+        )
+    assert end.value.code == 2 and contents(folder) == before, "nothing written"
     out, err = capfd.readouterr()
-    assert (out, err) == ("", ""), "and nothing else printed"
-
-
-ENVIRONMENT = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (
-            ["bash", "run.sh", "fdsp", "2"],
-            "unknown mode 'fdsp' (did you mean fsdp?); use: bash run.sh single|dp|ddp|spawn|fsdp",
-        ),
-        (
-            ["bash", "run.sh", "ddp", "a[$(touch owned)]"],
-            "N = a[$(touch owned)]: must be a whole number, at least 1",
-        ),
-        (["bash", "run.sh", "single", "2"], "N = 2: single trains on one device"),
-        (
-            ["bash", "run.sh", "ddp", "08", "--batch-size", "7", "--device", "cpu"],
-            "train_ddp.py: error: --batch-size 7 cannot be cut into 8 devices",
-        ),
-        (
-            [sys.executable, "train_ddp.py"],
-            "no launcher has set RANK, LOCAL_RANK, WORLD_SIZE ('RANK'). Start it with torchrun",
-        ),
-        pytest.param(
-            [sys.executable, "train_spawn.py", "--batch-size", "5000", "--device", "cpu"],
-            "--batch-size 5000 is larger than the training set",
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            [sys.executable, "train_single.py", "--lr", "fast"],
-            "--lr: must be a number, at least 0, got fast",
-            marks=pytest.mark.full,
-        ),
-    ],
-    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
-)
-def test_bad_command_line_ends_with_code_2_and_one_line(command, message, tmp_path):
-    command = [str(ROOT / part) if (ROOT / part).is_file() else part for part in command]
-    (tmp_path / "difflib.py").write_text("open('owned', 'w')")  # anybody's, and never run
-    finished = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
-    )
-    (tmp_path / "difflib.py").unlink()
-    assert finished.returncode == 2
-    assert message in finished.stderr and finished.stderr.count("\n") == 1, finished.stderr
-    assert finished.stdout == "" and list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0)])
-def test_run_sh_shows_its_usage(arguments, code):
-    command = ["bash", ROOT / "run.sh", *arguments]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    shown, rest = finished.stdout, finished.stderr
-    if code != 0:
-        shown, rest = rest, shown
-    assert finished.returncode == code and rest == ""
-    assert shown.startswith("bash run.sh MODE [N] [options]")
-    assert "N defaults to" in shown and "set -" not in shown
-
-
-def test_more_processes_than_accelerators_is_refused(monkeypatch):
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    message = "3 processes or replicas, but only 2 accelerators; use 2, or --device cpu"
-    for mode, argv, world_size in [
-        ("ddp", [], 3),
-        ("dp", ["--replicas", "3"], None),
-        ("spawn", ["--nproc", "3"], None),
-    ]:
-        with pytest.raises(common.UsageError, match=message):
-            machinery.cli.parse_args(mode, argv, world_size)
-        machinery.cli.parse_args(mode, [*argv, "--device", "cpu"], world_size)
-    # A launcher around run.sh may have set it; run.sh says how many it is going to start.
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    machinery.cli.parse_args("ddp", [], 2)
-    assert machinery.cli.parse_args("dp", []).replicas == 2, "by default all accelerators"
-    assert machinery.cli.parse_args("spawn", []).nproc == 2
-    # SLURM may show each of 8 tasks two devices of its own.
-    monkeypatch.setattr("machinery.cli.take_ranks_of_slurm", lambda: True)
-    machinery.cli.parse_args("ddp", [])
+    parts = message.replace("TMP", str(folder)).split(" ... ")
+    assert re.search(".*".join(map(re.escape, parts)), err), err
+    assert err.count("\n") == 1 and re.match(r"train_\w+\.py: error: ", err) and not out
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "options",
     [
         "--epochs 1",  # shorter than the default warm-up
         "--epochs 10 --schedule step --step-epochs 5 15",  # a part of a longer run
         "--seed 9223372036854775807 --lr 0 --weight-decay 0 --momentum 1 --timeout 1e9",
-        "--task TMP/one.py --batch-size 1",
         "--output-dir TMP/new/folder/of/many",
+        "--resume auto --output-dir TMP/new",
+        "--resume auto --output-dir TMP/logged",  # stopped before it saved
+        "--task TMP/divided.py --no-check",
+        "--local-rank=3",  # of old launchers
     ],
 )
-def test_unusual_but_good_input_is_accepted(arguments, folder, monkeypatch):
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    check("single", 1, *(part.replace("TMP", str(folder)) for part in arguments.split()))
-    assert not (folder / "new").exists(), "a check writes nothing"
+def test_unusual_but_good_input_is_accepted(options, folder, quiet):
+    before = contents(folder)
+    build_and_check("single", 1, [word.replace("TMP", str(folder)) for word in options.split()])
+    assert contents(folder) == before, "a check writes nothing"
 
 
-def test_what_is_missing_is_said_before_the_run(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(common.UsageError, match="--tensorboard needs the package tensorboard"):
-        check("single", 1, "--tensorboard")
-
-    def no_network(*_, **__):
-        raise OSError("no network")
-
-    monkeypatch.setattr("torch.hub.urlopen", no_network)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    argv = "--task images --dataset synthetic --model resnet18 --pretrained"
-    with pytest.raises(common.UsageError, match="OSError: no network"):
-        check("single", 1, *argv.split())
+def run_sh(folder, *words):
+    environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "run.sh"), *words]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": folder}
+    return subprocess.run(command, env=environment, **options)
 
 
-def test_nothing_to_resume_is_said(tmp_path, capsys):
-    (tmp_path / "junk.pt").write_text("this is no checkpoint")
-    with pytest.raises(common.UsageError, match=r"junk\.pt: damaged, or no file of tensors"):
-        make_run(tmp_path, "--resume", tmp_path / "junk.pt")
-    with pytest.raises(common.UsageError, match=r"--resume auto: no checkpoint in .* to evaluate"):
-        make_run(tmp_path / "new", "--resume", "auto", "--eval-only")
-    make_run(tmp_path / "new", "--resume", "auto")
-    assert "nothing to resume: a new run\n" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("fdsp 2", "unknown mode 'fdsp'; use single, dp, ddp, spawn, fsdp"),
+        ("ddp a[$(touch owned)]", "N = a[$(touch owned)]: must be a whole number, at least 1"),
+        ("ddp 2 --batch-size 1 --device cpu", "train_ddp.py: error: --batch-size 1"),
+        pytest.param("fsdp 2 --amp fp16 --device cpu", "train_fsdp.py: error: --amp fp16", marks=pytest.mark.full),
+        pytest.param("spawn 2 --lr fast", "train_spawn.py: error: ", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_no_rank_is_started_for_a_bad_command_line(words, message, tmp_path):
+    (tmp_path / "difflib.py").write_text("open('owned', 'w')")  # anybody's, and never run
+    done = run_sh(tmp_path, *words.split(maxsplit=1 if "$" in words else -1))
+    (tmp_path / "difflib.py").unlink()
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and done.stdout == "" and not [*tmp_path.iterdir()]
+
+
+def test_run_sh_hands_names_on_as_they_are(tmp_path):
+    harmful = """it's "$HOME" $(touch owned) `touch owned` ; touch owned & * \\ -x"""
+    (tmp_path / harmful).mkdir()
+    done = run_sh(tmp_path / harmful, "single", "--freeze", harmful, "*", "", "--device", "cpu")
+    assert done.returncode == 2 and f"--freeze {harmful}: no parameter" in done.stderr
+    assert not [*tmp_path.rglob("owned")]
+
+
+def test_more_devices_than_accelerators_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    for mode, argv, devices in (("ddp", [], 3), ("dp", ["--replicas=3"], None), ("spawn", ["--nproc=3"], None)):  # fmt: skip
+        with pytest.raises(SystemExit):
+            parse_args(mode, argv, devices)
+        assert "3 devices, but only 2 accelerators" in capsys.readouterr().err
+        parse_args(mode, [*argv, "--device", "cpu"], devices)
+    assert parse_args("dp", []).replicas == parse_args("spawn", []).nproc == 2, "all of them"
+
+
+# ------------------------------------------------------------------------------- the option table
+
+
+def test_options_have_the_same_names_and_defaults_in_all_modes_and_can_be_turned_off():
+    own = {"dp": {"replicas"}, "spawn": {"nproc", "nnodes", "node_rank", "dist_url"}, "fsdp": {"shards"}}  # fmt: skip
+    plain = vars(parse_args("single", []))
+    for mode in ("dp", "ddp", "spawn", "fsdp"):
+        args = vars(parse_args(mode, []))
+        assert args.keys() - plain.keys() == own.get(mode, set())
+        for name in plain.keys() - {"parallel_mode", "output_dir", "config"}:
+            assert args[name] == plain[name], (mode, name)
+    assert len(plain) <= 41 + len({"local_rank", "config", "changes", "parallel_mode"})
+    for name, value in plain.items():
+        if isinstance(value, bool):
+            option = name.replace("_", "-")
+            on, off = (
+                vars(parse_args("single", [f"--{o}", "--weights", __file__]))
+                for o in (option, f"no-{option}")
+            )
+            assert (on[name], off[name]) == (True, False)
+
+
+def test_of_an_option_that_is_given_again_the_last_one_counts_and_paths_are_those_of_the_start(
+    tmp_path, monkeypatch
+):
+    args = parse_args("single", "--lr 1 --freeze conv* --lr 2 --freeze !conv3.* head.bias".split())
+    assert args.lr == 2 and args.freeze == ["!conv3.*", "head.bias"]
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"{HEAD}# whole\n")
+    torch.save({}, "a.pt")
+    args = parse_args("single", "--task mine.py --weights a.pt --output-dir d".split())
+    found = [args.task, args.weights, args.output_dir]
+    assert found == [str(tmp_path / name) for name in ("mine.py", "a.pt", "d")]
+    folder = Path(parse_args("ddp", ["--task", "mine.py"]).output_dir)
+    assert folder.parent == tmp_path / "runs" and folder.name.startswith("mine-")
+
+
+def test_evaluation_batch_is_a_micro_batch_of_at_most_128_unless_it_is_said():
+    for words, size in (("60", 60), ("60 --accum-steps 4", 15), ("512", 128), ("60 --eval-batch-size 300", 300)):  # fmt: skip
+        assert parse_args("single", f"--batch-size {words}".split()).eval_batch_size == size
+
+
+OWN = f"""{HEAD}
+def add_options(parser):
+    parser.add_argument("--anchor-sizes", type=float, nargs="+", default=[1.0], help="of boxes")
+    parser.add_argument("--tag", action="append", default=[])
+    parser.add_argument("--deep", action="count", default=0)
+def build_model(args):
+    from task import DigitNet
+    net = DigitNet()
+    net.conv1.bias.data.fill_(args.anchor_sizes[-1])
+    args.lr, args.more = 7.0, str(args)  # what a task does to them is no business of a checkpoint
+    return net
+"""
+
+
+def test_options_of_a_task_are_parsed_stored_and_shown_in_its_help(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    argv = ["--task", tmp_path / "own.py", *SMALL[2:], "--epochs", "1", "--freeze", "conv1.bias"]
+    argv += ["--lr", "0.01"]
+    first = single(tmp_path, *argv, "--anchor-sizes", "2", "3.5", *"--tag a --tag b --deep --deep".split())  # fmt: skip
+    checkpoint = first.checkpoint()
+    config = checkpoint["config"]
+    assert config["anchor_sizes"] == [2.0, 3.5] and (checkpoint["model"]["conv1.bias"] == 3.5).all()
+    assert config["lr"] == 0.01 and "more" not in config, "the options as they were parsed"
+    # A resumed run: those that are named, never both; all others as they were
+    again = single(tmp_path, "--resume", "auto", "--epochs", "2", *"--tag c --deep".split())
+    assert again.code == 0 and "--tag ['c'] (['a', 'b'] before)" in again.out, again.err
+    config = again.checkpoint()["config"]
+    assert (config["tag"], config["deep"], config["lr"]) == (["c"], 1, 0.01)
+    assert config["anchor_sizes"] == [2.0, 3.5]
+    for words, there in ((argv, True), ([], False)):
+        with pytest.raises(SystemExit) as end:
+            parse_args("ddp", [*map(str, words), "--help"])
+        shown = capsys.readouterr().out
+        assert end.value.code == 0 and "--batch-size" in shown
+        assert bool(re.search(r"\ntask own:\n +--anchor-sizes [^-]* of boxes", shown)) == there
+
+
+# -------------------------------------------------------------------------------- hostile files
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("option", ["--resume", "--weights"])
+@pytest.mark.parametrize("kind", ["torch's file", "an old file", "a pickle"])
+def test_file_that_means_harm_is_refused_and_does_not_run(kind, option, tmp_path):
+    path, owned = tmp_path / "last.pt", tmp_path / "owned"
+    content = {"format": 5, "config": {"lr": Hostile(owned)}, "model": {}}
+    if kind == "a pickle":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "torch's file")
+    refused = single(tmp_path, *SMALL, option, path)
+    assert refused.code == 2 and f"{option} {path}: damaged, or no file of tensors" in refused.err
+    assert refused.err.count("\n") == 1 and not owned.exists() and not refused.folder.exists()
+    run = (
+        pickle.loads if kind == "a pickle" else lambda content: torch.load(path, weights_only=False)
+    )
+    run(path.read_bytes())
+    assert owned.exists(), "the file was hostile indeed"

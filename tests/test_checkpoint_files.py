@@ -1,297 +1,406 @@
-"""The files of a checkpoint: what is in them, in which order they appear, and that writing one never loses one."""
+"""The files of a run: what they hold, who may write and read them, which of them is the best, what training starts from."""
 
-import errno
 import functools
 import itertools
 import os
-import random
-import re
 import shutil
-import textwrap
-from pathlib import Path
+import signal
+import subprocess
+import sys
 
-import numpy as np
 import pytest
 import torch
-from faults import differences
-from harness import ROOT, deviation, train, undisturbed, walk
-from patches import BASE, without_speed
-from runs import assert_same_log, end_epoch, make_run
-from short_runs import EVERYTHING, ODD, SMALL
+from harness import deviation, differences, log_lines, train, walk
+from single import SMALL, single, task_file
 
-import common
-import machinery.run
+EMA = ["--average", "ema"]
 
-pytestmark = pytest.mark.usefixtures("handlers")
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of four epochs, of which the first and the third are kept too."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = single(folder, *SMALL, *EMA, "--epochs", "4", "--keep-every", "1", "--lr", "0.05")
+    assert result.code == 0, result.err
+    return result
+
+
+def copied(finished, folder):
+    shutil.copytree(finished.folder, folder / "run")
+    return folder / "run"
+
 
 # -------------------------------------------------------------------------------- what is in a file
 
 
-KEYS = {
-    *"format weights model average optimizer scheduler scaler epoch step global_step best".split()
-}
-KEYS |= {"config", "data"}
+KEYS = "format weights model optimizer scaler average meter epoch step best config data"
+LAYERS = ("conv1", "conv2", "conv3", "head")
+NAMES = [f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias")]
+
+
+def look_at(saved, ranks):
+    assert [*saved] == KEYS.split() and saved["format"] == 5
+    plain = {dict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
+    assert {type(value) for value in walk(saved)} <= plain | {type(saved["model"])}
+    assert [*saved["model"]] == [*saved["weights"]] == NAMES, "neither module. nor _orig_mod."
+    assert saved["optimizer"]["names"] == NAMES and saved["optimizer"]["param_groups"]
+    average = saved["average"]
+    assert average.keys() == {"tensors", "n_averaged"} and average["n_averaged"] == 6
+    assert [*average["tensors"]] == NAMES
+    assert all(saved["weights"][n].equal(average["tensors"][n]) for n in NAMES)
+    assert not any(saved["model"][n].equal(average["tensors"][n]) for n in NAMES)
+    assert (saved["epoch"], saved["step"], len(saved["meter"])) == (1, 0, ranks)
+    classes = [str(digit) for digit in range(10)]
+    data = [*walk(saved["data"])]
+    assert 203 in data and 57 in data and classes in data
+    assert saved["config"]["average"] == "ema" and "resume" not in saved["config"]
 
 
 @pytest.mark.parametrize(
     ("mode", "n"),
-    [("ddp", 2), *(pytest.param(*run, marks=pytest.mark.full) for run in (("dp", 2), ("fsdp", 2)))],
-)
+    [("single", 1), ("ddp", 2), *(pytest.param(*run, marks=pytest.mark.full) for run in (("dp", 2), ("fsdp", 2)))],
+)  # fmt: skip
 def test_keys_are_those_of_the_format_and_values_are_plain(mode, n, tmp_path):
-    argv = (*SMALL, "--epochs", "1", "--average", "ema")
-    saved = train(mode, n, *argv, folder=tmp_path).checkpoint()
-    assert saved.keys() == KEYS
-    known = {dict, list, tuple, str, int, float, bool, type(None), torch.Tensor}
-    assert {type(value) for value in walk(saved)} <= known | {type(saved["model"])}
-    layers = ("conv1", "conv2", "conv3", "head")
-    names = [f"{layer}.{name}" for layer in layers for name in ("weight", "bias")]
-    assert list(saved["model"]) == names, "neither module. nor _orig_mod."
-    assert saved["average"].keys() == {"tensors", "n_averaged"}
-    assert saved["average"]["n_averaged"] == 6
-    assert {*saved["average"]["tensors"]} == {*saved["optimizer"]["state"]} == {*names}
-    assert list(saved["weights"]) == names
-    assert all(saved["weights"][n].equal(saved["average"]["tensors"][n]) for n in names)
-    assert (saved["epoch"], saved["step"], saved["global_step"]) == (1, 0, 6)
+    result = train(mode, n, *SMALL, *EMA, "--epochs", "1", folder=tmp_path)
+    assert result.code == 0, result.err
+    look_at(result.checkpoint(), n if mode in ("ddp", "fsdp") else 1)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "average"),
-    [("float32", "ema"), pytest.param("float64", "none", marks=pytest.mark.full)],
-)
-def test_lines_of_the_page_read_digits_as_the_run_did(dtype, average, tmp_path):
-    argv = ("--epochs", "2", "--average", average, "--dtype", dtype)
-    result = train("single", 1, *argv, folder=tmp_path)
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
-    (code,) = re.findall(r"```python\n(import argparse.*?)```", page, re.DOTALL)
-    changes = {"runs/mine": str(result.folder), "data/digits.npz": str(ROOT / "data/digits.npz")}
-    changes |= {"[1500:1504]": "[1437:]", "print(": "guesses = ("}  # all that are held out
-    for old, new in changes.items():
-        assert code.count(old) == 1
-        code = code.replace(old, new)
-    names = {}
-    exec(textwrap.dedent(code), names)
-    with np.load(ROOT / "data" / "digits.npz") as file:
-        labels = file["labels"][1437:]
-    guesses = names["guesses"].numpy()
-    best = max(line["top1"] for line in result.eval_lines())
-    assert (guesses == labels).mean() == pytest.approx(best) and best > 0.5
+MODES = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(64, 10)
+    def forward(self, images):
+        return self.body(images.flatten(1).float() / 90)
+    def get_extra_state(self):
+        return self.training
+    def set_extra_state(self, value):
+        pass
+def build_model(args):
+    return Net()
+"""
 
 
-# ----------------------------------------------------------------------------------------- one file
+def test_network_is_in_training_mode_when_it_is_saved(tmp_path):
+    """In the middle of an epoch, before its evaluation, and after it."""
+    argv = task_file(tmp_path, MODES)
+    result = single(tmp_path, *argv, "--save-every", "4", "--keep-every", "1")
+    files = [result.checkpoint(f"{name}.pt") for name in ("last", "best", "epoch-0001")]
+    assert all(file["model"]["_extra_state"] is True for file in files), result.err
 
 
-def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(finished, tmp_path):
-    shutil.copytree(finished.folder, tmp_path / "run")
-    path = tmp_path / "run" / "last.pt"
-    path.write_bytes(path.read_bytes()[:-1000])
-    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
-    for resume, folder in ((path, tmp_path / "other"), ("auto", tmp_path)):
-        refused = train("single", 1, *SMALL, "--resume", resume, folder=folder)
-        assert refused.code == 2 and not refused.out
-        assert f"--resume {path}: damaged, or no file of tensors" in refused.err
-        assert refused.err.endswith("; name another file\n") and refused.err.count("\n") == 1
-    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
-    kept = path.with_name("epoch-0003.pt")
-    resumed = train("single", 1, *SMALL, "--resume", kept, folder=tmp_path)
-    assert resumed.code == 0, resumed.err
-    assert deviation(resumed.checkpoint()["model"], finished.checkpoint()["model"]) == 0
-    assert without_speed(resumed.lines) == without_speed(finished.lines)
+# ------------------------------------------------------------------------------ a save that fails
 
 
-def test_damage_anywhere_in_a_file_is_seen_or_does_no_harm(run):
-    """The end is cut off, or one bit is flipped."""
-    run.save("last.pt")
-    path = run.files.directory / "last.pt"
-    content, wanted = path.read_bytes(), common.load_checkpoint(path)
-    rng, refused = random.Random(0), 0
-    for _ in range(300):
-        place = rng.randrange(len(content))
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << rng.randrange(8)
-        path.write_bytes(rng.choice([content[:place], flipped]))
-        try:
-            found = common.load_checkpoint(path)
-        except common.UsageError as error:
-            refused += 1
-            assert "last.pt: damaged, or no file of tensors" in str(error)
-        else:
-            assert not differences(found, wanted, "")
-    assert 200 < refused < 300
-
-
-# --------------------------------------------------------------------- never a file of a ruined run
-
-
-def poison_in_epoch_2(part, rank):
-    end_epoch = machinery.run.Run.end_epoch
-
-    def poison(run, metrics):
-        if run.state.epoch == 2:
-            state = run.state
-            tensors = state.average.tensors if part == "average" else state.net.state_dict()
-            tensors["first.weight"][0] = float("nan")
-        end_epoch(run, metrics)
-
-    machinery.run.Run.end_epoch = poison
-
-
-@pytest.mark.parametrize("part", ["average", pytest.param("net", marks=pytest.mark.full)])
-def test_non_finite_average_never_reaches_a_file(part, tmp_path):
-    """Nor do weights whose average is finite: both stand under the same names."""
-    patch = functools.partial(poison_in_epoch_2, part)
-    result = train(
-        "single", 1, *BASE, "--epochs", "2", "--average", "ema", folder=tmp_path, patch=patch
-    )
-    assert (
-        "not saved, the last good checkpoint stays: non-finite values in first.weight" in result.err
-    )
-    assert result.code == 3
-    assert result.checkpoint()["epoch"] == 1
-
-
-def test_what_became_non_finite_is_never_saved_and_the_run_does_not_end_well(tmp_path):
-    """A parameter that nothing trains, and in which a value becomes NaN."""
-    result = train("ddp", 2, *ODD, "--model", "ruined", folder=tmp_path)
-    assert result.code == 3 and "non-finite values in ruined" in result.err
-    assert not list(result.folder.glob("*.pt"))
-
-
-def step_in(path):
-    """Return the global step in a checkpoint; None if it is not whole."""
-    try:
-        return torch.load(path, weights_only=True)["global_step"]
-    except Exception:
-        return None
-
-
-# ------------------------------------------------------------------------ several files in one save
-
-
-def test_files_of_a_save_are_on_the_disk_before_they_appear(run, monkeypatch):
-    """What survives a power cut: first the log; then each file and its name, and last.pt last."""
-    calls, fsync, replace = [], os.fsync, os.replace
-
-    def synced(descriptor):
-        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
-        fsync(descriptor)
-
-    def appears(source, target):
-        calls.append((step_in(source), target.name))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "replace", appears)
-    end_epoch(run, top1=0.75)
-    names = ["best.pt", "epoch-0002.pt", "last.pt"]
-    each = [((12, name), ("fsync", "run")) for name in names]
-    first = [("fsync", "metrics.jsonl"), ("fsync", ".best.pt.tmp")]
-    assert calls == [*first, *itertools.chain(*each)]
-    assert not list(run.files.directory.glob(".*")), "no temporary file stays"
-
-
-@pytest.mark.parametrize("failing", ["best.pt", "last.pt"])
-def test_failed_save_leaves_the_last_checkpoint(failing, run, monkeypatch):
-    run.state.global_step = 7
-    run.save("last.pt")
-    run.state.global_step = 12
-    replace = os.replace
-
-    def full(source, target):
-        if Path(target).name == failing:
-            raise OSError(28, "No space left on device")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(
-        OSError, match=f"{failing} could not be written .is the disk full.*No space left"
-    ):
-        end_epoch(run, top1=0.75)
-    assert step_in(run.files.directory / "last.pt") == 7
-    assert not list(run.files.directory.glob(".*")), "what was begun is gone"
-
-
-def test_file_system_without_locks_and_syncs_of_directories_will_do(tmp_path, monkeypatch, capsys):
-    """Lustre without flock, NFS without lockd, some of FUSE."""
-    fsync = os.fsync
-
-    def lacks(descriptor, *_):
-        if _ or os.path.isdir(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSYS, "Function not implemented")
-        fsync(descriptor)
-
-    monkeypatch.setattr("fcntl.lockf", lacks)
-    monkeypatch.setattr(os, "fsync", lacks)
-    run = make_run(tmp_path)
-    run.save("last.pt")
-    assert step_in(run.files.directory / "last.pt") == 0
-    assert capsys.readouterr().err.count("cannot be locked: Function not implemented") == 1
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_names_of_one_save_have_one_content(links, run, monkeypatch):
-    """It is on the disk once, unless the file system has no links; the next save changes the files of no other name."""
-    synced, fsync, link = [], os.fsync, os.link
-
-    def noted(descriptor):
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def linked(*arguments):
-        if not links:
-            raise OSError(errno.EPERM, "Operation not permitted")
-        link(*arguments)
-
-    monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(os, "link", linked)
-    end_epoch(run, top1=0.75)
-    names = ("best.pt", "epoch-0002.pt", "last.pt")
-    contents = [(run.files.directory / name).read_bytes() for name in names]
-    assert contents[0] == contents[1] == contents[2]
-    written = [name for name in synced if name.endswith(".tmp")]
-    assert written == [f".{name}.tmp" for name in (names[:1] if links else names)]
-    run.state.global_step = 13
-    run.save("last.pt")
-    assert [step_in(run.files.directory / name) for name in names] == [12, 12, 13]
-
-
-def test_what_a_kill_has_left_spoils_no_file(run):
-    """A run may die between the link under a temporary name and its last name: the next save must not write into that file."""
-    end_epoch(run, top1=0.75)
-    folder = run.files.directory
-    before = (folder / "best.pt").read_bytes()
-    os.link(folder / "best.pt", folder / ".last.pt.tmp")
-    run.state.global_step = 13
-    run.save("last.pt")
-    assert (folder / "best.pt").read_bytes() == before
-    assert step_in(folder / "last.pt") == 13
-
-
-# ------------------------------------------------------------------- a save that the run cannot make
-
-EVERY = (*EVERYTHING, "--save-every", "2", "--average", "ema")
-
-
-def full_from_second_save(rank):
+def full_at(call, rank):
     replace, calls = os.replace, itertools.count(1)
 
     def full(*arguments):
-        if next(calls) > 1:
+        if next(calls) >= call:
             raise OSError(28, "No space left on device")
         replace(*arguments)
 
     os.replace = full
 
 
-def test_run_goes_on_from_the_save_before_the_broken_one(tmp_path):
-    ended = train("ddp", 2, *EVERY, folder=tmp_path, patch=full_from_second_save)
-    assert ended.code == 1 and "last.pt could not be written (is the disk full?)" in ended.err
-    assert "No space left" in ended.err.splitlines()[-1]
-    assert ended.checkpoint()["global_step"] == 2
-    resumed = train("ddp", 2, *EVERY, "--resume", "auto", folder=tmp_path)
-    assert resumed.code == 0 and "resumed at epoch 1, step 2" in resumed.out, resumed.err
-    reference = undisturbed("ddp", 2, *EVERY)
+def kill_at(call, rank):
+    replace, calls = os.replace, itertools.count(1)
+
+    def killed(*arguments):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*arguments)
+
+    os.replace = killed
+
+
+@pytest.mark.parametrize("broken", [full_at, kill_at])
+def test_run_goes_on_from_the_save_before_the_broken_one(broken, tmp_path, finished):
+    """The twelfth file: last.pt in the middle of the second epoch."""
+    argv = [*SMALL, *EMA, "--epochs", "4", "--keep-every", "1", "--lr", "0.05", "--save-every", "2"]
+    ended = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(broken, 7))
+    assert ended.code in (1, -signal.SIGKILL), ended.err
+    assert broken is kill_at or "No space left" in ended.err.splitlines()[-1]
+    kept = ended.checkpoint()
+    assert (kept["epoch"], kept["step"]) == (1, 0)
+    resumed = single(tmp_path, "--resume", "auto")
+    assert resumed.code == 0, resumed.err
     for name in ("last.pt", "best.pt"):
-        ours, theirs = resumed.checkpoint(name), reference.checkpoint(name)
+        ours, theirs = resumed.checkpoint(name), finished.checkpoint(name)
+        ours["config"] |= {"save_every": None}
         assert not differences(ours, theirs, name)
-    assert_same_log(resumed, reference, 2)
-    assert not list(resumed.folder.glob(".*"))
+    assert log_lines(resumed.folder) == log_lines(finished.folder)
+    assert not [*resumed.folder.glob(".*")], "no temporary file stays"
+
+
+RUINED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.ruined = nn.Parameter(torch.zeros(2), requires_grad=False)
+    def forward(self, images):
+        if self.training and PART:
+            dict(self.state_dict(keep_vars=True))[PART].data[0] = torch.nan
+        return self.body(images.flatten(1).float() / 90)
+def build_model(args):
+    return Net()
+"""
+
+
+@pytest.mark.parametrize("part", ["", "ruined", "norm.running_mean"])
+def test_checkpoint_that_is_not_finite_is_refused_by_name_and_the_last_good_file_stays(
+    part, tmp_path
+):
+    """But for buffers of other kinds, as a mask of infinities."""
+    good = single(tmp_path, *task_file(tmp_path, RUINED.replace("PART", "''"), "good"))
+    assert good.code == 0 and good.checkpoint()["model"]["mask"].isinf().all(), good.err
+    argv = task_file(tmp_path, RUINED.replace("PART", repr(part)), "mine")
+    result = single(tmp_path, *argv, "--resume", "auto", "--epochs", "3")
+    assert (result.code, result.checkpoint()["epoch"]) == ((1, 2) if part else (0, 3)), result.err
+    assert not part or f"not finite: {part}" in result.err
+
+
+# ------------------------------------------------------------------------------ who may go on
+
+
+def test_damaged_file_is_named_and_the_run_goes_on_from_another_one(finished, tmp_path):
+    folder = copied(finished, tmp_path)
+    path = folder / "last.pt"
+    content = bytearray(path.read_bytes())
+    content[content.index(finished.checkpoint()["model"]["head.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    refused = single(tmp_path, "--resume", "auto", "--epochs", "5")
+    assert refused.code == 2 and f"--resume {path}: damaged" in refused.err
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    resumed = single(tmp_path, "--resume", folder / "epoch-0003.pt")
+    assert resumed.code == 0, resumed.err
+    assert deviation(resumed.checkpoint()["model"], finished.checkpoint()["model"]) == 0
+    assert log_lines(folder) == log_lines(finished.folder)
+
+
+OTHER = """
+LENGTHS = (203, 57)
+def build_datasets(args):
+    import task
+    sets = task.build_datasets(args)
+    for dataset, length in zip(sets, LENGTHS):
+        dataset.targets = dataset.targets[:length]
+        dataset.classes = [name.replace("nine", "9") for name in [*"012345678", "nine"]]
+    return sets
+"""
+REFUSED = {  # what is new | within an epoch, at the end of one: refused or not
+    "--dtype float64": (2, 2),
+    "--seed 1": (2, 0),
+    "--batch-size 29": (2, 0),
+    "--accum-steps 2": (0, 0),
+    "--workers 1 --lr 0.01": (0, 0),
+    "task: (203, 57);9": (0, 0),  # a renamed file
+    "task: (204, 57);9": (2, 2),
+    "task: (203, 56);9": (2, 2),
+    "task: (203, 57);10": (2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run that was killed within its second epoch, and what became of it."""
+    folder = tmp_path_factory.mktemp("begun")
+    argv = [*SMALL, "--save-every", "4"]
+    result = train(
+        "single", 1, *argv, folder=folder / "within", patch=functools.partial(kill_at, 6)
+    )
+    assert (result.checkpoint()["epoch"], result.checkpoint()["step"]) == (1, 2), result.err
+    shutil.copytree(result.folder, folder / "ended" / "run")
+    assert single(folder / "ended", "--resume", "auto").code == 0
+    return folder
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_resume_refuses_what_would_be_another_run(change, begun, tmp_path):
+    words = change.split()
+    if words[0] == "task:":
+        lengths, names = change.removeprefix("task: ").split(";")
+        text = OTHER.replace("(203, 57)", lengths).replace('"9"', f'"{names}"')
+        words = task_file(tmp_path, text)[:2]
+    for place, code in zip(("within", "ended"), REFUSED[change]):
+        shutil.copytree(begun / place, tmp_path / place)
+        before = (tmp_path / place / "run" / "last.pt").read_bytes()
+        resumed = single(tmp_path / place, "--resume", "auto", "--epochs", "3", *words)
+        assert resumed.code == code, (place, resumed.err)
+        assert code == 0 or (tmp_path / place / "run" / "last.pt").read_bytes() == before
+        assert resumed.err.count("\n") == (code == 2)
+
+
+HOLD = "import fcntl, sys\nlog = open(sys.argv[1], 'ab')\nfcntl.flock(log, fcntl.LOCK_EX)\nprint('has it', flush=True)\nsys.stdin.read()"
+
+
+def test_directory_of_a_run_that_goes_on_is_refused(finished, tmp_path):
+    folder = copied(finished, tmp_path)
+    command = [sys.executable, "-c", HOLD, folder / "metrics.jsonl"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"has it\n"
+        refused = single(tmp_path, "--resume", "auto", "--epochs", "5")
+        assert refused.code == 2 and "another run is writing there" in refused.err
+        evaluated = single(tmp_path, "--resume", folder / "best.pt", "--eval-only")
+        assert evaluated.code == 0, "which writes nothing"
+        holder.stdin.close()
+    assert single(tmp_path, "--resume", "auto", "--epochs", "5").code == 0
+
+
+READS = """
+import fcntl
+def per_sample_metrics(outputs, targets):
+    open(LOG).close()  # with another kind of lock this would give the lock up
+    with open(LOG) as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("locked")
+    return {"top1": (outputs.argmax(1) == targets).float()}
+"""
+
+
+def test_lock_stays_though_the_process_opens_and_closes_its_log(tmp_path):
+    log = tmp_path / "run" / "metrics.jsonl"
+    argv = [*task_file(tmp_path, f"LOG = {str(log)!r}{READS}"), "--no-check", "--epochs", "1"]
+    result = single(tmp_path, *argv)
+    assert result.code == 0 and result.out.count("locked") == 8, result.out
+
+
+# ------------------------------------------------------------------------------------ the best
+
+SCORED = """
+SCORES = [float(score) for score in TEXT.split()]
+def dataset_metrics(lists):
+    import json, pathlib
+    lines = pathlib.Path(LOG).read_text().splitlines() if pathlib.Path(LOG).exists() else []
+    epoch = len([line for line in lines if json.loads(line)["event"] == "eval"])
+    return {"score": SCORES[epoch], "other": -SCORES[epoch]}
+def per_sample_metrics(outputs, targets):
+    return {"all": targets.tolist()}
+"""
+BEST = {  # scores, by --best, the epoch of best.pt in the end
+    "0.5 0.5 0.25 0.5": ("score", 1),
+    "-0.5 -0.49999999999999994 -0.5": ("score", 1),  # a rise by rounding
+    "-3 -5 -2 -3": ("score:min", 2),
+    "nan -7 nan": ("score", 2),
+    "-inf 0.5 inf 0.75": ("score", 4),
+    "1 3 2": ("other", 1),
+}
+
+
+def scored(folder, scores, *more):
+    names = f"TEXT, LOG = {scores!r}, {str(folder / 'run' / 'metrics.jsonl')!r}\n"
+    argv = [*task_file(folder, names + SCORED), "--epochs", str(len(scores.split()))]
+    return single(folder, *argv, *more)
+
+
+@pytest.mark.parametrize("scores", BEST)
+def test_the_first_of_the_best_scores_decides(scores, tmp_path):
+    by, epoch = BEST[scores]
+    result = scored(tmp_path, scores, *(["--best", by] if by != "score" else []))
+    assert result.code == 0, result.err
+    best, last = result.checkpoint("best.pt"), result.checkpoint()
+    assert (best["epoch"], best["best"], last["best"][1]) == (epoch, last["best"], epoch)
+    assert f", in epoch {epoch}: {result.folder / 'best.pt'}" in result.out
+    assert "NaN" not in (result.folder / "metrics.jsonl").read_text(), "which is no JSON"
+
+
+def test_tie_is_kept_across_a_resume_and_kept_epochs_are_every_so_many(tmp_path):
+    scores = "0.5 0.25 0.5 0.5 0.75 0.1"
+    argv = ["--keep-every", "2", "--epochs"]
+    for epochs in (2, 4):
+        result = scored(tmp_path, scores, *argv, epochs, *["--resume", "auto"] * (epochs > 2))
+    assert result.code == 0 and result.checkpoint("best.pt")["epoch"] == 1, result.err
+    kept = {
+        path.name: result.checkpoint(path.name)["epoch"] for path in result.folder.glob("e*.pt")
+    }
+    assert kept == {"epoch-0002.pt": 2, "epoch-0004.pt": 4}
+    refused = scored(tmp_path, scores, *argv, 6, "--resume", "auto", "--best", "f1")
+    assert (
+        refused.code == 2
+        and "--best f1: no such metric; use one of score, other, loss" in refused.err
+    )
+
+
+# ------------------------------------------------------------------------------ --eval-only
+
+
+def test_eval_only_evaluates_what_was_trained_and_touches_nothing(finished, tmp_path):
+    folder = copied(finished, tmp_path)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    wanted = finished.lines[-1]
+    for argv in (["--resume", folder / "last.pt"], [*SMALL, "--weights", folder / "last.pt"]):
+        for elsewhere in (folder, tmp_path / "new"):
+            again = single(
+                tmp_path, *argv, "--eval-only", "--output-dir", elsewhere, "--batch-size", "7"
+            )
+            assert again.code == 0, again.err
+            assert f"eval  loss {wanted['loss']:.6f}" in again.out and "(57 samples)" in again.out
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+    many = train("ddp", 2, "--eval-only", "--resume", folder / "last.pt", folder=tmp_path / "many")
+    assert f"eval  loss {wanted['loss']:.6f}" in many.out, many.err
+    fewer = single(tmp_path, *task_file(tmp_path, OTHER.replace("203, 57", "20, 57").replace("nine", "9")), "--eval-only", "--resume", folder / "last.pt", "--batch-size", "7")  # fmt: skip
+    assert f"eval  loss {wanted['loss']:.6f}" in fewer.out, "of other training samples"
+
+
+def test_eval_only_refuses_other_classes_and_missing_tensors(finished, tmp_path):
+    argv = task_file(tmp_path, OTHER.replace('replace("nine", "9")', 'replace("nine", "10")'))
+    for option in ("--weights", "--resume"):
+        refused = single(tmp_path, *argv, "--eval-only", option, finished.folder / "best.pt")
+        assert refused.code == 2 and "classes" in refused.err and refused.err.count("\n") == 1
+    weights = finished.checkpoint()["model"]
+    del weights["conv2.bias"]
+    torch.save(weights, tmp_path / "less.pt")
+    refused = single(tmp_path, *SMALL, "--eval-only", "--weights", tmp_path / "less.pt")
+    assert refused.code == 2 and "conv2.bias" in refused.err
+
+
+NOISE = """
+def per_sample_metrics(outputs, targets):
+    return {"drawn": torch.rand(len(targets)), "all": targets.tolist()}
+def dataset_metrics(lists, *, seed):
+    return {"of all": torch.rand(()), "seed": seed}
+"""
+
+
+def test_evaluation_draws_the_same_in_every_mode_and_epoch_and_may_ask_for_options(tmp_path):
+    argv = [*task_file(tmp_path, NOISE), "--seed", "7", "--no-check", "--batch-size", "29"]
+    results = [
+        train(mode, n, *argv, folder=tmp_path / mode) for mode, n in (("single", 1), ("ddp", 3))
+    ]
+    assert [result.code for result in results] == [0, 0], results[0].err + results[1].err
+    lines = [line for result in results for line in result.eval_lines()]
+    assert len({line["of all"] for line in lines}) == 1 and {line["seed"] for line in lines} == {7}
+    assert max(line["drawn"] for line in lines) - min(line["drawn"] for line in lines) < 1e-12
+    assert len(lines) == 4 and 0 < lines[0]["of all"] < 1
+
+
+# --------------------------------------------------------------------- what training starts from
+
+
+def test_weights_from_elsewhere_are_loaded_as_far_as_they_fit_and_the_rest_is_named(
+    finished, tmp_path
+):
+    weights = finished.checkpoint()["weights"]
+    given = {f"module.{name}": value for name, value in weights.items() if name != "conv1.bias"}
+    given |= {"module.head.weight": torch.zeros(1000, 384), "extra": torch.zeros(2)}
+    argv = [*SMALL, "--lr", "0", "--epochs", "1", "--weights", tmp_path / "file"]
+    for i, content in enumerate((given, {"model": given, "epoch": 3}, {"state_dict": given}, {"weights": given})):  # fmt: skip
+        torch.save(content, tmp_path / "file")
+        result = single(tmp_path / str(i), *argv)
+        assert "6 of 8 tensors" in result.out and "missing: conv1.bias, head.weight" in result.out
+        for name, value in result.checkpoint()["model"].items():
+            assert value.equal(weights[name]) == (name not in ("conv1.bias", "head.weight")), name
+    torch.save(weights, tmp_path / "file")
+    result = train("ddp", 2, *argv, "--dtype", "float64", folder=tmp_path)
+    assert result.out.count("8 of 8 tensors") == 1, result.err
+    assert all(v.equal(weights[name].double()) for name, v in result.checkpoint()["model"].items())
+    os.remove(tmp_path / "file")
+    resumed = single(tmp_path, *argv[:-2], "--epochs", "2", "--resume", "auto")
+    assert resumed.code == 0, "whoever goes on needs the weights no more"

@@ -1,14 +1,95 @@
-"""The scripts in examples/ run, and compute the same at every world size."""
+"""The other programs of examples/: they run, learn, and compute the same at every world size."""
 
+import functools
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
-from launches import ROOT, free_port
+from harness import ROOT, TASKS, deviation, record_gradients, run_processes, train
+from launches import free_port
+from patches import after_step
+
+import sampling
+
+# ----------------------------------------------------------- minimal_single.py and minimal_ddp.py
+
+SCRIPT = ["--task", str(TASKS / "minimal.py"), *"--dtype float64 --epochs 2 --lr 0.1".split()]
+SCRIPT += "--batch-size 64 --warmup-epochs 0 --weight-decay 0 --device cpu --workers 0".split()
+
+
+def rank_of_minimal(mode, rank, n, port, epochs, file, patch):
+    """Run a script of examples/ as one rank of torchrun, in float64."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_default_dtype(torch.float64)
+    sys.path.append(str(ROOT / "examples"))
+    record_gradients(file.with_name(f"gradients{rank}"), 1)
+    if patch:
+        patch()
+    importlib.import_module(f"minimal_{mode}").main(epochs, file)
+
+
+def run_minimal(n, folder, epochs=2, patch=None):
+    """Run on n ranks, minimal_single.py if n is 0; return (exit codes, lines, content of the file)."""
+    folder.mkdir(exist_ok=True)
+    file, port = folder / "minimal.pt", free_port()
+    mode, ranks = ("ddp", range(n)) if n else ("single", range(1))
+    arguments = {"port": port, "epochs": epochs, "file": file, "patch": patch}
+    targets = [functools.partial(rank_of_minimal, mode, rank, n, **arguments) for rank in ranks]
+    results = run_processes(targets, folder)
+    codes = [code for code, _, _ in results]
+    assert patch or codes == [0] * len(ranks), results
+    return codes, results[0][1].splitlines(), torch.load(file, weights_only=True)
+
+
+def order_of_minimal(length, seed, epoch):
+    return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()
+
+
+def use_order_of_minimal(rank):
+    sampling.epoch_order = order_of_minimal
+
+
+@pytest.mark.parametrize("n", [0, pytest.param(3, marks=pytest.mark.full)])
+def test_minimal_script_computes_what_the_script_computes(n, tmp_path):
+    """22 steps an epoch; no world size above 2 divides the batch of 64, nor the six of evaluation."""
+    mode = "ddp" if n else "single"
+    expected = train(mode, n or 1, *SCRIPT, folder=tmp_path / "whole", patch=use_order_of_minimal)
+    assert expected.code == 0, expected.err
+    _, lines, saved = run_minimal(n, tmp_path / "minimal")
+    for rank in range(n or 1):
+        (first,) = torch.load(tmp_path / "minimal" / f"gradients{rank}")
+        assert deviation(first, expected.gradients[0][0]) <= 1e-10
+    assert deviation(saved["net"], expected.checkpoint()["model"]) <= 1e-10
+    for line, entry in zip(lines, expected.eval_lines(), strict=True):
+        loss, accuracy = map(float, re.findall(r"\d\.\d+", line))
+        assert loss == pytest.approx(entry["loss"], rel=1e-10, abs=1e-12)
+        assert accuracy == pytest.approx(entry["top1"], abs=1e-6) and accuracy > 0.7
+
+
+def kill_in_second_epoch():
+    after_step(22 + 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.full
+def test_minimal_script_that_was_killed_goes_on_with_the_same_bits(tmp_path):
+    _, whole, expected = run_minimal(3, tmp_path / "whole", 3)
+    codes, before, saved = run_minimal(3, tmp_path / "killed", 3, kill_in_second_epoch)
+    assert {*codes} == {-signal.SIGKILL}
+    assert saved["scheduler"]["last_epoch"] == 22, "the file of the first epoch"
+    _, after, found = run_minimal(3, tmp_path / "killed", 3)
+    assert before[0] == whole[0] and after == whole[1:] and len(whole) == 3
+    for name, value in expected["net"].items():
+        assert found["net"][name].equal(value), name
+
+
+# ------------------------------------------------------------- own_loop*.py and other_project.py
 
 
 def run_ranks(n, folder, name=""):
@@ -30,42 +111,7 @@ def run_ranks(n, folder, name=""):
     return outputs[0], torch.load(file, weights_only=True)["net"]
 
 
-def epochs_of(folder, *command, **environment):
-    """Run a script; return (loss, accuracy) of each epoch, and the weights that it saved."""
-    folder.mkdir()
-    options = {"cwd": folder, "text": True, "capture_output": True, "timeout": 120}
-    options["env"] = os.environ | environment
-    ended = subprocess.run([sys.executable, *command], **options)
-    assert ended.returncode == 0, ended.stderr
-    lines = re.findall(r"^epoch \d+: loss ([\d.]+) accuracy ([\d.]+)$", ended.stdout, re.MULTILINE)
-    return [(float(a), float(b)) for a, b in lines], torch.load(folder / "own_loop.pt")
-
-
 @pytest.mark.full
-def test_own_loop_before_and_after(tmp_path):
-    before, _ = epochs_of(tmp_path / "before", str(ROOT / "examples" / "own_loop.py"))
-    script = str(ROOT / "examples" / "own_loop_ddp.py")
-    rank = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    one, net = epochs_of(tmp_path / "one", script, **rank, MASTER_PORT=str(free_port()))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    two, other = epochs_of(tmp_path / "two", *launcher, script)
-    assert len(before) == len(one) == 10
-    assert before[-1] == pytest.approx(one[-1], rel=0.05), "the same but for the order"
-    assert one[-1][0] < 0.2 * one[0][0], "it does not learn"
-    assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], rel=1e-4)
-    assert two[-1][1] == pytest.approx(one[-1][1], abs=0.004), "a sample of 360"
-    for name, value in net.items():
-        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
-
-
-# The run of one rank, but it ends when the file of two epochs is written: a resumed run must meet
-# the schedule of all three.
-CUT = """import other_project, common; s = common.save_checkpoint
-common.save_checkpoint = lambda c, p: (s(c, p), c['epoch'] == 2 and exit(7))
-other_project.main()"""
-
-
-@pytest.mark.slow
 def test_another_project_uses_two_files_and_gets_the_same_at_every_world_size(tmp_path):
     """As a reader would copy it: three files in a directory, nothing else of the project."""
     for name in ("common.py", "sampling.py", "examples/other_project.py"):
@@ -76,14 +122,29 @@ def test_another_project_uses_two_files_and_gets_the_same_at_every_world_size(tm
         errors[n] = [float(e) for e in re.findall(r"error ([\d.]+) \(101 samples\)", output)]
         assert len(errors[n]) == 3 and errors[n][-1] < 0.7 * errors[n][0], "it does not learn"
     assert errors[3] == pytest.approx(errors[1], rel=1e-10)
-    file = tmp_path / "cut.pt"
-    shared = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    environment = {**os.environ, **shared, "MASTER_PORT": str(free_port())}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "timeout": 120}
-    cut = subprocess.run([sys.executable, "-c", CUT, "--file", str(file)], **options)
-    assert cut.returncode == 7 and torch.load(file, weights_only=True)["epoch"] == 2, cut.stderr
-    resumed, nets["resumed"] = run_ranks(3, tmp_path, "cut")
-    assert resumed.count("samples)") == 1
-    for name, value in nets[1].items():
-        for other in (3, "resumed"):
-            assert torch.allclose(nets[other][name], value, rtol=1e-10, atol=1e-12), name
+    assert deviation(nets[3], nets[1]) <= 1e-10
+
+
+def epochs_of(folder, *command):
+    """Run a script; return (loss, accuracy) of each epoch, and the weights that it saved."""
+    folder.mkdir()
+    options = {"cwd": folder, "text": True, "capture_output": True, "timeout": 120}
+    ended = subprocess.run([sys.executable, *command], **options)
+    assert ended.returncode == 0, ended.stderr
+    lines = re.findall(r"^epoch \d+: loss ([\d.]+) accuracy ([\d.]+)$", ended.stdout, re.MULTILINE)
+    return [(float(a), float(b)) for a, b in lines], torch.load(folder / "own_loop.pt")
+
+
+@pytest.mark.full
+def test_own_loop_before_and_after(tmp_path):
+    before, _ = epochs_of(tmp_path / "before", str(ROOT / "examples" / "own_loop.py"))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = str(ROOT / "examples" / "own_loop_ddp.py")
+    one, net = epochs_of(tmp_path / "one", *launcher, "1", script)
+    two, other = epochs_of(tmp_path / "two", *launcher, "2", script)
+    assert len(before) == len(one) == 10
+    assert before[-1] == pytest.approx(one[-1], rel=0.05), "the same but for the order"
+    assert one[-1][0] < 0.2 * one[0][0], "it does not learn"
+    assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], rel=1e-4)
+    for name, value in net.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)

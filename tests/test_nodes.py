@@ -1,351 +1,236 @@
-"""Several nodes: launchers on two hosts with addresses of their own, see nodes.py, and what is said when they are not alike."""
+"""Several machines: launchers that meet at an address, on this machine and on two hosts made of network namespaces."""
 
 import contextlib
-import functools
+import itertools
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from harness import rank_of_run, run_processes
-from launches import ROOT, TASKS, Launch, free_port, send
-from nodes import DEVICE, PORT, assert_equals_one_device, job, spawn, two_hosts
-from patches import BASE, spawn_launcher, stop_after, wrap_in_task
+from harness import TASKS, deviation, single_run
+from launches import ROOT, Launch, free_port, send
+from patches import BASE
 
 import common
-import machinery.launch
-import machinery.process
-import machinery.run
-import machinery.usertask
-import train_spawn
 
-GATED = (*BASE, "--task", str(TASKS / "gate.py"), "--timeout", "20")
-SCRIPT = str(ROOT / "train_ddp.py")
+# The ranks wait in step 9, in the second epoch, until the test goes on.
+GATED = """import itertools, os, pathlib, sys, time
+import torch.distributed as dist
+sys.path.append(os.environ["TASKS"])
+import pit_models
+from pit_models import *
+gate, steps = pathlib.Path(os.environ["GATE"]), itertools.count(1)
+def per_sample_loss(outputs, targets):
+    if outputs.requires_grad and next(steps) == 9:
+        pathlib.Path(f"{gate}-{dist.get_rank()}").touch()
+        while not gate.exists():
+            time.sleep(0.01)
+    return pit_models.per_sample_loss(outputs, targets)
+"""
+NAMES = itertools.count()
 
 
-def torchrun(address, rank, nproc):
-    """The command line of the static form, as docs/multinode.md has it."""
+def torchrun(address, port, rank, nproc=1):
+    """The command line of docs/multinode.md."""
     nodes = f"--nnodes=2 --node-rank={rank} --nproc-per-node={nproc}"
-    place = f"--master-addr={address} --master-port={PORT}"
-    return [sys.executable, *f"-m torch.distributed.run {nodes} {place}".split(), SCRIPT]
+    place = f"--master-addr={address} --master-port={port}"
+    command = [sys.executable, *f"-m torch.distributed.run {nodes} {place}".split()]
+    return [*command, str(ROOT / "train_ddp.py")]
 
 
-def elastic(address, rank):
-    """The command line of the elastic form: the same on every node."""
-    nodes = "--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-id=job --rdzv-backend=c10d"
-    meet = f"--rdzv-endpoint={address}:{PORT} --rdzv-conf=last_call_timeout=3"
-    return [sys.executable, *f"-m torch.distributed.run {nodes} {meet}".split(), SCRIPT]
+def spawn(address, port, rank):
+    options = f"spawn 1 --nnodes 2 --node-rank {rank} --dist-url tcp://{address}:{port}"
+    return ["bash", str(ROOT / "run.sh"), *options.split()]
 
 
 @contextlib.contextmanager
-def at_the_gate(hosts, folder, commands, *options, **environment):
-    """Two nodes, one rank each, in the middle of the second epoch, where they stay until the file that is yielded exists."""
-    gate = folder / "gate"
-    with job(
-        hosts, folder, commands, *GATED, *options, GATE=str(gate), GATE_AT="9", **environment
-    ) as nodes:
-        for rank, node in enumerate(nodes):
-            deadline = time.monotonic() + 90
-            node.wait_until(
-                lambda rank=rank, deadline=deadline: (
-                    (folder / f"gate-{rank}").exists() or time.monotonic() > deadline
-                )
-            )
-            assert (folder / f"gate-{rank}").exists(), node.errors()
-        yield nodes, gate
-
-
-def clock_ahead(folder):
-    """A folder for PYTHONPATH in which Python finds, at its start, that it is tomorrow."""
-    folder.mkdir()
-    lines = ["import time", "now = time.time", "time.time = lambda: now() + 86400"]
-    (folder / "sitecustomize.py").write_text("\n".join(lines))
-    return str(folder)
-
-
-@pytest.mark.full
-@pytest.mark.netns
-def test_two_hosts_are_one_device(tmp_path):
-    """Also if they differ in the number of ranks."""
-    with two_hosts() as hosts:
-        commands = [torchrun(hosts[0].address, rank, nproc) for rank, nproc in enumerate((2, 1))]
-        with job(hosts, tmp_path, commands, *BASE) as nodes:
-            assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
-            evaluations = re.findall(r"^epoch \d+/3  eval  ", nodes[0].output(), re.MULTILINE)
-            assert len(evaluations) == 3 and nodes[1].output() == "", "global rank 0 alone speaks"
-    assert_equals_one_device(tmp_path / "run", *BASE)
-
-
-@pytest.mark.netns
-@pytest.mark.slow
-def test_hosts_may_have_ipv6_alone(tmp_path):
-    """Then the interface is named, as the table of routes that the ranks read is one of IPv4."""
-    with two_hosts(own_names=False, addresses=("fd00::1", "fd00::2")) as hosts:
-        named = ["env", f"GLOO_SOCKET_IFNAME={DEVICE}"]
-        commands = [[*named, *spawn("[fd00::1]", rank)] for rank in range(2)]
-        with job(hosts, tmp_path, commands, *BASE) as nodes:
-            assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
-    assert_equals_one_device(tmp_path / "run", *BASE)
-
-
-@pytest.mark.netns
-@pytest.mark.slow
-def test_lost_node_ends_the_job_which_goes_on_later(tmp_path):
-    """Where the name of every host is 127.0.1.1, as on Debian: gloo would listen there; and where the clocks are a day apart."""
-    with two_hosts(own_names=False) as hosts:
-        commands = [spawn(hosts[0].address, rank) for rank in (0, 1)]
-        commands[1] = ["env", f"PYTHONPATH={clock_ahead(tmp_path / 'clock')}", *commands[1]]
-        with at_the_gate(hosts, tmp_path, commands) as (nodes, gate):
-            send(nodes[1].processes(), signal.SIGKILL)
-            gate.touch()
-            assert nodes[0].end() == 1
-            assert "Traceback" in nodes[0].errors(), "torch says which connection was lost"
-            assert torch.load(tmp_path / "run" / "last.pt")["epoch"] == 1
-        with job(hosts, tmp_path, commands, *GATED, "--resume", "auto") as nodes:
-            assert [node.end() for node in nodes] == [0, 0], nodes[0].errors() + nodes[1].errors()
-            assert "resumed at epoch 2, step 0" in nodes[0].output()
-    assert_equals_one_device(tmp_path / "run", *BASE)
-
-
-@pytest.mark.netns
-@pytest.mark.slow
-def test_elastic_job_goes_on_without_a_node(tmp_path):
-    """Torchrun starts the ranks that are left again, from last.pt."""
-    with two_hosts() as hosts:
-        commands = [elastic(hosts[0].address, rank) for rank in (0, 1)]
-        more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with at_the_gate(hosts, tmp_path, commands, "--resume", "auto", **more) as (nodes, gate):
-            send(nodes[1].processes(), signal.SIGKILL)
-            gate.touch()
-            assert nodes[0].end() == 0, nodes[0].errors()
-    assert_equals_one_device(tmp_path / "run", *BASE)
-
-
-def change_on_rank_1(name, change, rank):
-    if rank == 1:
-        wrap_in_task(name, change)
-
-
-def shorter(build_datasets):
-    training, evaluation = build_datasets()
-    return torch.utils.data.Subset(training, range(len(training) - 1)), evaluation
-
-
-def reversed_parameters(build_net):
-    """As a loop over a `set` of names makes them."""
-    net = build_net()
-    for module in net.modules():
-        parameters = dict(module.named_parameters(recurse=False))
-        for name in parameters:
-            delattr(module, name)
-        for name, parameter in reversed(parameters.items()):
-            setattr(module, name, parameter)
-    return net
-
-
-def reversed_training(build_datasets):
-    """As files would be in the order of another file system."""
-    training, evaluation = build_datasets()
-    training = torch.utils.data.Subset(training, range(len(training))[::-1])
-    training.classes = evaluation.classes
-    return training, evaluation
-
-
-def ranks(folder, *own, patch=None, common_options=()):
-    """Two ranks of train_ddp.py, of which the second has options of its own; return their (exit code, stdout, stderr)."""
-    with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        argv = [*BASE, *common_options, "--output-dir", str(folder / "run")]
-        both = ([*argv, *(own if rank else ())] for rank in (0, 1))
-        targets = [
-            functools.partial(
-                rank_of_run, "ddp", rank, 2, argv, str(scratch / "meet"), scratch / "none", 0, patch
-            )
-            for rank, argv in enumerate(both)
-        ]
-        return run_processes(targets, scratch)
-
-
-@pytest.mark.parametrize(
-    ("own", "change", "words"),
-    [
-        # would train on, to a wrong result
-        (["--seed", "1"], (), "--seed is 0 on rank 0, but 1 on rank 1; all nodes need the same"),
-        ([], ("build_datasets", shorter), "training samples is 203 on rank 0, but 202 on rank"),
-        ([], ("build_net", reversed_parameters), "the order of parameters is "),
-    ],
-    ids=["seed", "training set", "parameters"],
-)
-def test_ranks_that_mean_different_runs_are_told(own, change, words, tmp_path):
-    patch = functools.partial(change_on_rank_1, *change) if change else None
-    for i, (code, _, err) in enumerate(ranks(tmp_path, *own, patch=patch)):
-        assert code == 2 and (i or words in err), err
-    assert not (tmp_path / "run").exists()
-
-
-def test_other_samples_on_a_node_are_a_warning(tmp_path):
-    """A file may be decoded into other pixels there. Files in another order look the same."""
-    patch = functools.partial(change_on_rank_1, "build_datasets", reversed_training)
-    (code, out, err), (code1, out1, _) = ranks(
-        tmp_path, patch=patch, common_options=["--epochs", "1"]
-    )
-    assert code == code1 == 0, err
-    warning = "warning: rank 1 reads other samples than rank 0: are the files the same?"
-    assert out.count(warning) == 1 and warning not in out1
-
-
-def alone_on_its_node(rank):
-    """Each rank is the first of a node of its own."""
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-
-
-def stopped_with_ruined_weights(rank):
-    alone_on_its_node(rank)
-    stop_after(5, rank)
-    machinery.run.RunFiles.write_checkpoint = lambda *_: "non-finite values in weight"
-
-
-def test_stop_that_was_not_saved_is_not_called_saved_on_any_node(tmp_path):
-    for code, _, err in ranks(tmp_path, patch=stopped_with_ruined_weights):
-        assert code == 3 and "is not saved, the last" in err.splitlines()[-1], err
-
-
-def option_of_the_task(rank):
-    load = machinery.usertask.Task.__init__
-
-    def adding(task, args):
-        args.cache = f"/scratch/{rank}"
-        load(task, args)
-
-    machinery.usertask.Task.__init__ = adding
-
-
-def test_what_belongs_to_a_node_may_differ(tmp_path):
-    """Also what a task puts into its arguments."""
-    own = ["--workers", "1", "--output-dir", str(tmp_path / "other")]
-    more = {"patch": option_of_the_task, "common_options": ["--epochs", "1"]}
-    for code, _, err in ranks(tmp_path, *own, **more):
-        assert code == 0, err
-
-
-def at_an_address(port, rank):
-    """Let the ranks meet as on several nodes."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(address, LOCAL_RANK="0", LAUNCH_RENDEZVOUS_FILE="")
-
-
-# In torch's own words: on rank 0, on the others.
-NOT_MET = ("1/2 clients joined", "timed out after 3000ms while trying to connect to (127.0.0.1,")
-
-
-@pytest.mark.full
-def test_rank_that_cannot_start_does_not_leave_the_other_waiting(tmp_path):
-    own = ["--weights", str(tmp_path / "none")]
-    more = {"patch": functools.partial(at_an_address, free_port())}
-    (code, _, err), (code1, _, err1) = ranks(
-        tmp_path, *own, **more, common_options=["--timeout", "3"]
-    )
-    assert code1 == 2 and "--weights" in err1
-    assert code == machinery.process.FAILED  # of which a launcher makes 1
-    assert NOT_MET[0] in err
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_spawned_ranks_whose_partners_never_come_say_so(rank, tmp_path):
-    place = f"--nproc 1 --nnodes 2 --node-rank {rank} --dist-url tcp://127.0.0.1:{free_port()}"
-    argv = [*BASE, *place.split(), "--timeout", "3", "--output-dir", str(tmp_path / "run")]
-    target = functools.partial(spawn_launcher, argv)
-    ((code, _, err),) = run_processes([target], tmp_path, timeout=60)
-    assert code == 1 and NOT_MET[rank] in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--node-rank 2 --dist-url tcp://10.0.0.1:7", "--node-rank 2 must be below --nnodes 2"),
-        ("--node-rank 1", "needs --node-rank, which counts machines from 0, and --dist-url"),
-        ("--node-rank 1 --dist-url tcp://fd00::1:7", "--dist-url: must be tcp://HOST:PORT"),
-    ],
-)
-def test_several_nodes_are_checked_before_anything_is_started(options, words, monkeypatch):
-    monkeypatch.setattr(train_spawn.mp, "spawn", lambda *_, **__: pytest.fail("was started"))
-    with pytest.raises(common.UsageError, match=words):
-        train_spawn.main(["--nnodes", "2", *options.split(), *BASE])
-
-
-@pytest.mark.full
-def test_signal_to_one_launcher_stops_all_of_them(tmp_path):
-    """And at once: a launcher whose ranks have ended with 0 would wait five minutes for the one that the signal has ended."""
-    port, gate = free_port(), tmp_path / "gate"
-    options = (*GATED, "--output-dir", str(tmp_path / "run"))
+def job(folder, commands, *options, **environment):
+    """Launches that write to one directory, as on a shared file system."""
+    (folder / "gated.py").write_text(GATED)
     with contextlib.ExitStack() as stack:
         nodes = []
-        for rank in (0, 1):
-            (tmp_path / str(rank)).mkdir()
-            node = Launch(
-                spawn("127.0.0.1", rank, port),
-                tmp_path / str(rank),
-                *options,
-                stdout=subprocess.DEVNULL,
-                GATE=str(gate),
-                GATE_AT="9",
-            )
-            nodes.append(stack.enter_context(node))
-        nodes[0].wait_until(lambda: all((tmp_path / f"gate-{rank}").exists() for rank in (0, 1)))
-        send([nodes[1].process.pid], signal.SIGUSR1)
-        gate.touch()
-        assert [node.end(timeout=60) for node in nodes] == [0, 0]
-        for node in nodes:
-            assert "stopped by SIGUSR1 after saving step" in node.errors().splitlines()[-1]
+        for i, command in enumerate(commands):
+            (own := folder / f"node{i}").mkdir(exist_ok=True)
+            words = (*options, "--output-dir", str(folder / "run"))
+            more = {"GATE": str(folder / "gate"), "TASKS": str(TASKS), **environment}
+            with open(own / "out", "w") as out:
+                nodes.append(stack.enter_context(Launch(command, own, *words, stdout=out, **more)))
+        yield nodes
 
 
-# -------------------------------------------------------------------------------------- Kubernetes
-
-PODS, PER_POD = 2, 2
-
-
-def variables(pod, port):
-    """What a PyTorchJob of Kubeflow sets in a pod, as docs/multinode.md says."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    pet = {"NNODES": str(PODS), "NPROC_PER_NODE": str(PER_POD), "NODE_RANK": str(pod), **place}
-    own = {**place, "RANK": str(pod), "WORLD_SIZE": str(PODS)}
-    return own | {f"PET_{name}": value for name, value in pet.items()}
+def gated(folder):
+    return [*BASE, "--task", str(folder / "gated.py")]
 
 
-@pytest.mark.slow
-def test_pods_of_kubeflow_are_one_device(tmp_path):
-    """The page's own command, as a shell starts it in each of two pods, here on one machine."""
-    page = (ROOT / "docs" / "multinode.md").read_text()
-    section = page.split("\n## Kubernetes\n")[1].split("\n## ")[0]
-    text = re.findall(r"```bash\n(torchrun .*)\n```", section)[0]
-    text = text.replace("/shared/run --resume auto", str(tmp_path / "run"))
-    assert "train_ddp.py" in text
-    port, pods = free_port(), []
-    with contextlib.ExitStack() as stack:
-        for pod in range(PODS):
-            folder = tmp_path / f"pod{pod}"
-            folder.mkdir()
-            command = ["timeout", "400", "bash", "-c", f'exec {text} "$@"', "pod", *BASE]
-            more = ["--output-dir", str(tmp_path / "run")]
-            launch = Launch(command, folder, *more, **variables(pod, port))
-            pods.append(stack.enter_context(launch))
-        out = pods[0].process.stdout.read()
-        codes = [pod.end() for pod in pods]
-        assert codes == [0, 0], "".join(pod.errors() for pod in pods)
-    assert "train_ddp.py on 4 x cpu" in out
-    assert_equals_one_device(tmp_path / "run", *BASE)
+def open_gate(folder, nodes, action):
+    """Wait until both ranks are in the second epoch, call `action()`, and let the ranks go on."""
+    nodes[0].wait_until(lambda: all((folder / f"gate-{rank}").exists() for rank in (0, 1)))
+    action()
+    (folder / "gate").touch()
 
 
-def test_pod_without_torchrun_is_refused(monkeypatch):
-    """The RANK of a PyTorchJob is that of the pod: to train with it would be wrong in silence."""
-    for name, value in variables(1, 29500).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(common.UsageError, match=r"no launcher has set RANK, .* \('LOCAL_RANK'\)"):
+def ends(nodes, codes):
+    found = [node.end(timeout=100) for node in nodes]
+    assert found == codes, "".join(node.errors() for node in nodes)
+
+
+def assert_equals_one_device(folder):
+    reference = single_run(*BASE)
+    saved = torch.load(folder / "run" / "last.pt", weights_only=True)["model"]
+    assert deviation(saved, reference.checkpoint()["model"]) <= 1e-10
+    log = (folder / "run" / "metrics.jsonl").read_text()
+    assert log.count('"train"') == 18 and log.count('"eval"') == 3
+
+
+# ------------------------------------------------------------------------------------- one machine
+
+
+@pytest.mark.full
+def test_two_torchruns_are_one_device_and_one_rank_speaks(tmp_path):
+    port = free_port()
+    commands = [torchrun("127.0.0.1", port, rank, nproc) for rank, nproc in enumerate((2, 1))]
+    with job(tmp_path, commands, *BASE, GLOO_SOCKET_IFNAME="lo") as nodes:
+        ends(nodes, [0, 0])
+    outputs = [(tmp_path / f"node{i}" / "out").read_text() for i in (0, 1)]
+    assert outputs[0].count("  eval  ") == 3 and "train_ddp.py on 3 x cpu" in outputs[0]
+    assert outputs[1] == ""
+    assert_equals_one_device(tmp_path)
+
+
+@pytest.mark.full
+def test_signal_to_one_of_two_launchers_stops_both(tmp_path):
+    commands = [spawn("127.0.0.1", port, rank) for port in [free_port()] for rank in (0, 1)]
+    with job(tmp_path, commands, *gated(tmp_path)) as nodes:
+        pid = nodes[1].process.pid
+        open_gate(tmp_path, nodes, lambda: os.kill(pid, signal.SIGUSR1))
+        ends(nodes, [0, 0])
+        assert "stopped by SIGUSR1 after saving step" in nodes[0].errors()
+    commands = [spawn("127.0.0.1", port, rank) for port in [free_port()] for rank in (0, 1)]
+    with job(tmp_path, commands, *gated(tmp_path), "--resume", "auto") as nodes:
+        ends(nodes, [0, 0])
+    assert_equals_one_device(tmp_path)
+
+
+@pytest.mark.full
+def test_nodes_that_mean_different_runs_are_told(tmp_path):
+    """They would train on, to a wrong result."""
+    port = free_port()
+    commands = [[*spawn("127.0.0.1", port, rank), "--seed", str(rank)] for rank in (0, 1)]
+    with job(tmp_path, commands, *BASE) as nodes:
+        ends(nodes, [1, 2])
+        assert "seed is 0 on rank 0, but 1 on rank 1" in nodes[1].errors()
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+@pytest.mark.full
+def test_launcher_whose_partner_never_comes_ends_after_the_timeout(tmp_path):
+    with job(tmp_path, [spawn("127.0.0.1", free_port(), 0)], *BASE, "--timeout", "3") as nodes:
+        ends(nodes, [1])
+        assert "1/2 clients joined" in nodes[0].errors()
+
+
+# Of a job, and so of a batch script too; and of a step of it
+JOB = {"PROCID": "5", "LOCALID": "1", "NTASKS": "8", "JOB_ID": "24711", "JOB_NODELIST": "a[1-4]"}
+STEP = {"STEP_NUM_TASKS": "7", "STEP_NODELIST": "gpu[07-09,12],login"}
+
+
+def test_ranks_under_srun(monkeypatch, capsys):
+    """SLURM names ranks by other variables than torchrun: each task would believe to be rank 0 of 1."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    for name, value in JOB.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(SystemExit) as refused:  # in the batch script itself
         common.ranks_from_env()
+    assert refused.value.code == 2 and "no launcher has set RANK" in capsys.readouterr().err
+    for name, value in STEP.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert common.ranks_from_env() == (5, 1, 7)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("gpu07", "24711")
+
+
+# --------------------------------------------------------------------------------------- two hosts
+
+ENTER = (
+    'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'  # the process becomes the command itself
+)
+
+
+def ip(*words):
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+class Host:
+    """A namespace whose processes see the host name `name`; both hosts resolve it to `known_as`."""
+
+    def __init__(self, name, address):
+        self.name, self.address = name, address
+
+    def command(self, *command):
+        enter = ["ip", "netns", "exec", self.name, *"unshare --uts sh -c".split(), ENTER, self.name]
+        return [*enter, *command]
+
+    def processes(self):
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
+
+    def remove(self):
+        with contextlib.suppress(AssertionError):  # it was not made
+            send(self.processes(), signal.SIGKILL)
+            ip("netns", "delete", self.name)
+        shutil.rmtree(Path("/etc/netns", self.name), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def two_hosts(own_names):
+    """Two hosts joined by a cable. Without `own_names` each name is 127.0.1.1, as on Debian."""
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("two hosts need root, iproute2 and util-linux")
+    name = f"data-parallel-test-{os.getpid()}-{next(NAMES)}"
+    hosts = [Host(f"{name}-{i}", f"10.77.0.{i + 1}") for i in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        for host in hosts:
+            stack.callback(host.remove)
+            if subprocess.run(["ip", "netns", "add", host.name], capture_output=True).returncode:
+                pytest.skip("network namespaces are not allowed here")
+            folder = Path("/etc/netns", host.name)  # `ip netns exec` shows its files in /etc
+            folder.mkdir(parents=True)
+            known = [f"{h.address if own_names else '127.0.1.1'} {h.name}\n" for h in hosts]
+            (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(known))
+        ends = [f"link0 netns {host.name}".split() for host in hosts]
+        ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
+        for host in hosts:
+            ip("-netns", host.name, "address", "add", f"{host.address}/24", "dev", "link0")
+            for device in ("lo", "link0"):
+                ip("-netns", host.name, "link", "set", device, "up")
+        yield hosts
+
+
+@pytest.mark.full
+def test_torchrun_on_two_hosts_is_one_device(tmp_path):
+    with two_hosts(own_names=True) as hosts:
+        address = hosts[0].address
+        commands = [h.command(*torchrun(address, 29500, i)) for i, h in enumerate(hosts)]
+        with job(tmp_path, commands, *BASE) as nodes:
+            ends(nodes, [0, 0])
+    assert_equals_one_device(tmp_path)
+
+
+@pytest.mark.full
+def test_lost_host_ends_the_job_which_goes_on_later(tmp_path):
+    """Gloo would listen where the host's own name is, at 127.0.1.1: its interface has to be named."""
+    with two_hosts(own_names=False) as hosts:
+        address, named = hosts[0].address, {"GLOO_SOCKET_IFNAME": "link0"}
+        commands = [h.command(*spawn(address, 29500, i)) for i, h in enumerate(hosts)]
+        with job(tmp_path, commands, *gated(tmp_path), **named) as nodes:
+            open_gate(tmp_path, nodes, lambda: send(hosts[1].processes(), signal.SIGKILL))
+            assert nodes[0].end() == 1 and "Traceback" in nodes[0].errors()
+        with job(tmp_path, commands, *gated(tmp_path), "--resume", "auto", **named) as nodes:
+            ends(nodes, [0, 0])
+    assert_equals_one_device(tmp_path)

@@ -1,370 +1,167 @@
-"""Signals, real ones and many: saved at a step boundary, the exit code says which signal it was, nothing is left running."""
+"""Real signals to real launches: what is saved, the exit code, the last words, and that no process is left."""
 
-import functools
-import itertools
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import in_group, train
-from launches import ROOT, TASKS, Launch, listening, read, send, treats
-from patches import BASE, Patches, after_step, call_in_task
-from runs import make_run, make_step, start_epoch
-from short_runs import EVERYTHING
+from harness import deviation
+from launches import ROOT, Launch, send
 
-import machinery.process
-import machinery.run
+import train_single
 
-OPTIONS = f"--task {TASKS / 'small.py'} --batch-size 30 --epochs 10000 --log-every 6".split()
-ORPHAN = f"""
-import os, signal, sys
-sys.path.insert(0, "{ROOT}")
-import multiprocessing, torch, sampling
-
-class Late:
-    __len__ = lambda self: 10
-    def __getitem__(self, index):
-        return torch.zeros(1), 0
-
-started = sampling.be_worker
-def late(number):  # in the worker, just before it asks for a signal at its parent's death
-    os.kill(os.getppid(), signal.SIGKILL)
-    while os.getppid() == multiprocessing.parent_process().pid:
-        pass
-    started(number)
-    print("outlives its rank", flush=True)
-    os._exit(0)
-
-sampling.be_worker = late
-sampler = sampling.GlobalBatchSampler(Late(), 5, 0)
-list(sampling.build_loader(Late(), sampler, torch.device("cpu"), 0, workers=1))
+# 1,437 digits: 5 steps an epoch. Each step takes its time, so that a signal comes in the middle of the run.
+TASK = """import os, time
+import task
+from task import *
+def per_sample_loss(outputs, targets):
+    if outputs.requires_grad:
+        time.sleep(float(os.environ.get("PAUSE", 0)))
+    return task.per_sample_loss(outputs, targets)
 """
+OPTIONS = (
+    "--dtype float64 --device cpu --epochs 3 --batch-size 256 --log-every 1 --workers 1".split()
+)
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 0}
-# Of a launcher and a SLURM step around this one, half of them empty
-LEFT_OVER = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "other", "LAUNCH_PID": "1"}
-LEFT_OVER |= {"RANK": "7", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "0", "SLURM_CPUS_ON_NODE": ""}
-LEFT_OVER |= {"LAUNCH_RENDEZVOUS_FILE": "/tmp/none", "PYTHONSAFEPATH": "1"}
-LAUNCHES = {
-    "single": ["bash", "run.sh", "single", *OPTIONS],
-    "spawn": ["bash", "run.sh", "spawn", "2", *OPTIONS],
-    "ddp": ["bash", "run.sh", "ddp", "2", *OPTIONS],
-}
+MODES = {"single": ["single"], "ddp": ["ddp", "2"], "spawn": ["spawn", "2"]}
 
 
-def assert_only_this_machine_can_reach(launch):
-    ranks = [pid for pid in launch.ranks() if pid != launch.process.pid]
-    assert set(listening(launch.processes()).values()) == ({"127.0.0.1"} if ranks else set())
-    # where the machine's own name is not that of the loopback
-    assert all("GLOO_SOCKET_IFNAME=lo\0" in read(pid, "environ") for pid in ranks)
+def start(mode, folder, *options, pause="0.2", text=TASK, before=()):
+    """Launch `bash run.sh MODE` with a slow task, two ranks and a loader worker for each set on each rank."""
+    (folder / "slow.py").write_text(text)
+    command = [*before, "bash", str(ROOT / "run.sh"), *MODES[mode], *OPTIONS]
+    return Launch(command, folder, "--task", str(folder / "slow.py"), *options, PAUSE=pause)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The weights of the undisturbed run on one device."""
+    folder = tmp_path_factory.mktemp("reference")
+    assert train_single.main([*OPTIONS, "--output-dir", str(folder)]) == 0
+    return torch.load(folder / "last.pt", weights_only=True)["model"]
+
+
+def goes_on(folder, reference):
+    """Resume a run on one device, to its end: the weights are those of an undisturbed run, each step is in the log once."""
+    run = folder / "run"
+    assert train_single.main([*OPTIONS, "--output-dir", str(run), "--resume", "auto"]) == 0
+    steps = re.findall(r'"train".*?"global_step": (\d+)', (run / "metrics.jsonl").read_text())
+    assert [*map(int, steps)] == [*range(1, 16)]
+    saved = torch.load(run / "last.pt", weights_only=True)
+    assert deviation(saved["model"], reference) <= 1e-10
+
+
+ALL = [(mode, number) for mode in MODES for number in CODES]
+DEFAULT = [("single", signal.SIGHUP), ("ddp", signal.SIGTERM), ("spawn", signal.SIGUSR1)]
 
 
 @pytest.mark.parametrize(
-    ("mode", "workers", "number"),
-    [
-        pytest.param("ddp", 2, signal.SIGUSR1.value, marks=pytest.mark.full),
-        pytest.param("spawn", 2, signal.SIGINT.value, marks=pytest.mark.full),
-    ],
+    ("mode", "number"),
+    [pytest.param(*one, marks=[] if one in DEFAULT else pytest.mark.full) for one in ALL],
 )
-def test_signal_to_the_launcher_saves_and_ends_with_its_code(mode, workers, number, tmp_path):
-    with Launch(LAUNCHES[mode], tmp_path, "--workers", str(workers), **LEFT_OVER) as launch:
-        launch.wait_for("epoch 3/.* step 6/6")
-        assert_only_this_machine_can_reach(launch)
-        if mode == "ddp":  # docs/hang.md
-            known = [re.search(r"\0RANK=(\d)\0", read(pid, "environ"))[1] for pid in launch.ranks()]
-            assert known == ["0", "1"]
-        launch.process.send_signal(number)
-        assert launch.end() == CODES[number], launch.errors()
-        saved = launch.checkpoint()
-        assert saved["global_step"] > 12 and not list((tmp_path / "run").glob(".*tmp*"))
-        message = f"stopped by {signal.Signals(number).name} after saving step {saved['global_step']} (exit code {CODES[number]})"
-        assert launch.errors().rstrip().endswith(message), "the last line says what happened"
+def test_signal_to_run_sh_saves_at_one_step(mode, number, tmp_path, reference):
+    with start(mode, tmp_path) as run:
+        run.wait_for("epoch 2/3  step 2/5")
+        if number == signal.SIGINT:
+            os.killpg(run.process.pid, number)  # as a terminal does
+        elif number == signal.SIGTERM:
+            send(run.processes(), number)  # as batch systems do: the loader workers get it too
+        else:
+            run.process.send_signal(number)
+        assert run.end() == CODES[number], run.errors()
+        saved = run.checkpoint()
+        step = saved["epoch"] * 5 + saved["step"]
+        assert 7 <= step < 15 and not list((tmp_path / "run").glob(".*"))
+        stopped = f"stopped by {number.name} after saving step {step}"
+        assert run.errors() == f"train_{mode}.py: {stopped}\n", "one line, no traceback"
+    goes_on(tmp_path, reference)
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("spawn", marks=pytest.mark.full)])
+def test_killed_rank_ends_the_run(mode, tmp_path, reference):
+    with start(mode, tmp_path) as run:
+        run.wait_for("epoch 2/3  step 2/5")
+        began = time.monotonic()
+        os.kill(run.ranks()[1], signal.SIGKILL)
+        out = run.process.stdout.read()
+        assert run.end() == 1 and time.monotonic() - began < 30
+        assert "rank 1 was killed by SIGKILL" in run.errors()
+        assert re.search(rf"to go on: .*--output-dir {tmp_path / 'run'} --resume auto", out)
+    goes_on(tmp_path, reference)
 
 
 @pytest.mark.full
-def test_ctrl_c_to_run_sh_while_it_waits_for_a_command_is_not_forgotten(tmp_path):
-    """Bash itself forgets a SIGINT, if the command that it waits for ends well: here, how many devices there are."""
-    with Launch(["bash", "run.sh", "ddp", *OPTIONS], tmp_path) as launch:
-        launch.wait_until(
-            lambda: any("device_count" in read(pid, "cmdline") for pid in launch.processes())
-        )
-        launch.process.send_signal(signal.SIGINT)
-        assert launch.end() == 130, launch.errors()
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_ranks_of_a_killed_launcher_save_and_end(mode, tmp_path, reference):
+    with start(mode, tmp_path) as run:
+        run.wait_for("epoch 2/3  step 2/5")
+        run.process.kill()
+        assert run.end(grace=60) == 137
+        assert "after saving step" in run.errors() and "Traceback" not in run.errors()
+    goes_on(tmp_path, reference)
+
+
+BROKEN = """import os, time
+import torch.distributed as dist
+import task
+from task import *
+def broken():
+    raise RuntimeError("broken labels")
+def per_sample_loss(outputs, targets):
+    if outputs.requires_grad and (not dist.is_initialized() or dist.get_rank() == 1):
+        broken()
+    return task.per_sample_loss(outputs, targets)
+"""
+
+
+@pytest.mark.parametrize(
+    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("single", "spawn"))]
+)
+def test_rank_that_raises_ends_the_run_with_its_traceback(mode, tmp_path):
+    """Its loader workers ignore SIGTERM, by which Python ends its children, and waits for them."""
+    with start(mode, tmp_path, text=BROKEN) as run:
+        assert run.end(timeout=100) == 1
+        assert "RuntimeError: broken labels" in run.errors()
+        assert run.errors().count("in broken\n") == 1, "of the rank that failed first"
+
+
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("spawn", marks=pytest.mark.full)])
+def test_what_ranks_refuse_is_one_line(mode, tmp_path):
+    with start(mode, tmp_path, "--freeze", "nothing") as run:
+        assert run.end() == 2
+        (line,) = run.errors().splitlines()
+        assert line.startswith(f"train_{mode}.py: error: --freeze nothing: no parameter has")
         assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["spawn", "ddp"])
-def test_ctrl_c_while_ranks_start_is_answered_without_a_traceback(mode, tmp_path):
-    """A Python that has just begun knows no handler of ours; and what it was told must not be forgotten."""
-    with Launch(LAUNCHES[mode], tmp_path) as launch:
-        launch.wait_until(
-            lambda: any(treats(pid, signal.SIGINT, "SigCgt") for pid in launch.ranks())
-        )
-        os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
-        assert launch.end() == 130, launch.errors()
-        assert launch.errors().rstrip().endswith("stopped by SIGINT with nothing new to save")
-        assert "Traceback" not in launch.errors() and not (tmp_path / "run").exists()
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
+def test_signal_while_ranks_start_is_answered(mode, tmp_path):
+    with start(mode, tmp_path) as run:
+        run.wait_until(run.ranks)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.end() == 130, run.errors()
+        assert not (tmp_path / "run" / "last.pt").exists()
 
 
 @pytest.mark.full
-def test_ranks_that_wait_before_training_end_with_the_launcher(tmp_path):
-    """Whatever they do: what was called may ignore signals, or hold the interpreter, so that no handler of ours is heard."""
-    (tmp_path / "task.py").write_text(
-        "import os, signal, time, torch\nfrom small import *\n"
-        "def build_optimizer(args, net):\n"
-        "    if torch.distributed.is_initialized():\n"
-        "        signal.signal(signal.SIGINT, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "        open(os.path.join(os.path.dirname(__file__), 'waits'), 'w').close()\n"
-        "        time.sleep(1000)\n"
-        "    return torch.optim.SGD(net.parameters(), lr=args.lr)\n"
-    )
-    task, path = ["--task", str(tmp_path / "task.py")], {"PYTHONPATH": str(TASKS)}
-    with Launch(LAUNCHES["ddp"], tmp_path, *task, stdout=subprocess.DEVNULL, **path) as launch:
-        launch.wait_until((tmp_path / "waits").exists)
-        assert_only_this_machine_can_reach(launch)
-        launch.process.kill()
-        assert launch.end() == 137
-
-
-HANGS = """import os, time
-from small import *
-from small import per_sample_loss as loss
-def per_sample_loss(outputs, targets):
-    if outputs.requires_grad and os.environ["RANK"] == "1":
-        open(os.path.join(os.path.dirname(__file__), "hangs"), "w").close()
-        time.sleep(1000)
-    return loss(outputs, targets)
-"""
+@pytest.mark.parametrize("mode", MODES)
+def test_run_of_nohup_goes_on_when_its_terminal_is_closed(mode, tmp_path):
+    with start(mode, tmp_path, before=["nohup"]) as run:
+        run.wait_for("epoch 2/3  step 2/5")
+        send(run.processes(), signal.SIGHUP)
+        assert run.end() == 0, run.errors()
+        assert run.checkpoint()["epoch"] == 3
 
 
 @pytest.mark.full
-def test_advice_of_hang_md_finds_the_rank_that_hangs_and_ends_the_run(tmp_path):
-    text = (ROOT / "docs" / "hang.md").read_text()
-    (list_all,) = re.findall(r"^ +(pgrep .*?) +#", text, re.MULTILINE)
-    (print_rank,), (print_parent,) = (re.findall(f"`({name} .*?)`", text) for name in ("tr", "ps"))
-
-    def answer(command, pid=0):
-        command = command.replace("PID", str(pid))
-        return subprocess.check_output(command, shell=True, text=True, timeout=30).strip()
-
-    (tmp_path / "task.py").write_text(HANGS)
-    options = ["--task", str(tmp_path / "task.py"), "--workers", "1"]
-    path = {"PYTHONPATH": str(TASKS)}
-    with Launch(LAUNCHES["ddp"], tmp_path, *options, stdout=subprocess.DEVNULL, **path) as launch:
-        launch.wait_until((tmp_path / "hangs").exists)
-        listed = {int(line.split()[0]) for line in answer(list_all).splitlines()}
-        ranks = {answer(print_rank, pid): pid for pid in launch.ranks()}
-        assert ranks.keys() == {"RANK=0", "RANK=1"}
-        assert listed & {*launch.processes()} == {*ranks.values(), *launch.workers()}
-        assert {int(answer(print_parent, pid)) for pid in ranks.values()} == {launch.process.pid}
-        send([*launch.workers(), ranks["RANK=1"]], signal.SIGUSR2)
-        launch.wait_until(lambda: "task.py" in launch.errors())
-        mains = re.findall(
-            r'File ".*/train_ddp.py", line \d+ in main$', launch.errors(), re.MULTILINE
-        )
-        assert len(mains) == 1, "the loader workers say nothing"
-        assert ranks["RANK=1"] in launch.processes(), "it goes on"
-        send([launch.process.pid, *ranks.values()], signal.SIGKILL)
-        assert launch.end() == 137
-
-
-# ----------------------------------------------------------------------------------- at bad moments
-
-
-def interrupt(number):
-    os.kill(os.getpid(), number)
-
-
-def test_signal_before_training_ends_the_run_at_once(tmp_path):
-    """By what the system does, without words: nothing can be lost yet."""
-    stop = functools.partial(interrupt, signal.SIGINT)
-    patch = functools.partial(call_in_task, "build_datasets", 0, stop)
-    result = train("single", 1, *BASE, folder=tmp_path, patch=patch)
-    assert (result.code, result.err) == (-signal.SIGINT, "")
-    assert not result.folder.exists()
-
-
-def look(path):
-    print("saved:", path.exists() and torch.load(path)["step"])
-
-
-def test_signal_in_the_last_step_of_an_epoch_saves_before_the_evaluation(tmp_path):
-    """The ranks would agree on it in the next step, which comes after the evaluation."""
-    stop = functools.partial(
-        call_in_task, "per_sample_loss", 5, functools.partial(interrupt, signal.SIGTERM)
-    )
-    watch = functools.partial(
-        call_in_task, "per_sample_metrics", 0, functools.partial(look, tmp_path / "run" / "last.pt")
-    )
-    result = train("ddp", 1, *EVERYTHING, folder=tmp_path, patch=Patches(stop, watch))
-    assert result.code == 143 and "saved: 6" in result.out, result.out + result.err
-
-
-def test_signal_in_the_last_evaluation_lets_the_run_end(tmp_path):
-    patch = functools.partial(
-        call_in_task, "per_sample_metrics", 2 * 8 + 3, functools.partial(interrupt, signal.SIGTERM)
-    )
-    result = train("single", 1, *EVERYTHING, folder=tmp_path, patch=patch)
-    assert result.code == 0 and result.checkpoint()["epoch"] == 3, result.err
-
-
-# ---------------------------------------------------------------------------------- several signals
-
-
-USR1, HUP, INT, TERM = signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM
-# the weakest first: SLURM's warning, the terminal, the user, the system
-BY_STRENGTH = {USR1: 0, HUP: 129, INT: 130, TERM: 143}
-
-
-def strongest(numbers):
-    return max(numbers, key=list(BY_STRENGTH).index)
-
-
-def agree_on(numbers, wait=False):
-    """A signal, or none, for each rank; then all of them ask until they agree."""
-    stop = machinery.run.StopSignal()
-    assert stop.agreed() is None and stop.agreed() is None
-    if number := numbers[dist.get_rank()]:
-        os.kill(os.getpid(), number)
-    answers = [stop.agreed(wait=wait) for _ in range(3)]
-    dist.barrier()  # nobody is told of the next case while others still ask about this one
-    return answers
-
-
-def check_ranks():
-    of_all = itertools.permutations(BY_STRENGTH, 3)
-    for numbers in [*of_all, (TERM, None, None), (None, None, USR1), (INT, USR1, None)]:
-        wanted = strongest(filter(None, numbers))
-        # Not in the step in which nobody has been told yet.
-        assert agree_on(numbers) == [None, wanted, wanted], numbers
-        assert agree_on(numbers, wait=True) == [wanted] * 3, numbers
-
-
-def test_stronger_signal_wins_on_whichever_rank():
-    in_group(3, check_ranks)
-
-
-def signals_after_step_3(numbers, rank):
-    """Each rank gets its own, in this order, within one step."""
-    after_step(3, lambda: [os.kill(os.getpid(), number) for number in numbers[rank]])
-
-
-@pytest.mark.parametrize(
-    ("mode", "numbers", "winner"),
-    [("single", [(TERM, USR1)], TERM), ("spawn", [(USR1,), (HUP, USR1)], HUP)],
-)
-def test_run_ends_with_the_code_of_the_stronger_signal(mode, numbers, winner, tmp_path):
-    patch = functools.partial(signals_after_step_3, numbers)
-    result = train(mode, len(numbers), *BASE, folder=tmp_path, patch=patch)
-    step = result.checkpoint()["global_step"]
-    assert step == (3 if mode == "single" else 4), "or one later, if ranks have to agree"
-    assert result.code == BY_STRENGTH[winner]
-    message = f"stopped by {winner.name} after saving step {step} (exit code {BY_STRENGTH[winner]})"
-    said = [line for line in result.err.splitlines() if "stopped by" in line]
-    assert said and all(line.endswith(message) for line in said), result.err
-
-
-def hang_up(rank):
-    signal.signal(HUP, signal.SIG_IGN)  # as nohup starts a program
-    after_step(3, functools.partial(interrupt, HUP))
-
-
-def test_signal_that_nohup_ignores_stays_ignored(tmp_path):
-    result = train("ddp", 2, *BASE, folder=tmp_path, patch=hang_up)
-    assert result.code == 0 and result.checkpoint()["global_step"] == 18, result.err
-
-
-@pytest.mark.full
-def test_run_whose_terminal_is_closed_is_saved(tmp_path):
-    """Then nothing can be printed, and the loader workers get the signal too."""
-    options = [*OPTIONS, "--workers", "1", "--output-dir", str(tmp_path / "run")]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, [sys.executable, str(ROOT / "train_single.py"), *options])
-    shown = b""
-    while b"epoch 2/" not in shown:
-        shown += os.read(terminal, 65536)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
-    assert torch.load(tmp_path / "run" / "last.pt")["global_step"] > 6
-
-
-FIRST = """
-import os, signal
-from machinery.process import run_main
-raise SystemExit(run_main(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0))
-"""
-
-
-@pytest.mark.full
-def test_signal_before_training_ends_the_first_process_of_a_container():
-    """By default the system ends PID 1 by no signal."""
-    container = ["unshare", "--pid", "--fork", sys.executable, "-c"]
-    if subprocess.run([*container, ""], capture_output=True).returncode:
-        pytest.skip("needs root and a PID namespace")
-    assert subprocess.run([*container, FIRST], cwd=ROOT, timeout=120).returncode == 143
-
-
-def slow_disk(rank):
-    """The save of a stop takes longer than --timeout."""
-    save = machinery.run.save_checkpoint
-
-    def slow(checkpoint, *paths):
-        time.sleep(4 if checkpoint["step"] == 3 else 0)
-        save(checkpoint, *paths)
-
-    machinery.run.save_checkpoint = slow
-    after_step(2, functools.partial(interrupt, TERM))
-
-
-@pytest.mark.full
-def test_ranks_wait_for_a_save_longer_than_for_each_other(tmp_path):
-    result = train("ddp", 2, *BASE, "--timeout", "2", folder=tmp_path, patch=slow_disk)
-    assert result.code == 143 and result.checkpoint()["step"] == 3, result.err
-
-
-def test_stop_that_could_not_be_saved_says_so(handlers, tmp_path):
-    run = make_run(tmp_path, "--log-every", "50")
-    start_epoch(run)
-    run.state.net.weight.data[0] = float("nan")
-    os.kill(os.getpid(), USR1)
-    with pytest.raises(machinery.process.Stopped) as stopped:
-        make_step(run, [1.0])
-    assert stopped.value.code == 3, "nothing that was lost is called done"
-    assert stopped.value.reason.startswith("diverged: step 1 is not saved")
-    assert "non-finite values in weight;" in stopped.value.reason
-    assert not (run.files.directory / "last.pt").exists()
-
-
-LATE = """
-import os, signal, sys
-from machinery.process import run_main
-class Late:
-    def __del__(self, kill=os.kill, pid=os.getpid(), number=int(sys.argv[1])):
-        kill(pid, number)
-kept = Late()
-sys.exit(run_main(lambda: 0))
-"""
-
-
-@pytest.mark.full
-def test_signal_in_pythons_last_clean_up_is_too_late():
-    """The run is done, and its code is 0; Python has already taken its handlers away."""
-    command = [sys.executable, "-c", LATE, str(int(USR1))]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120)
-    assert finished.returncode == 0, finished.stderr
-
-
-@pytest.mark.full
-def test_loader_worker_whose_rank_dies_as_it_starts_ends_too():
-    """Nothing would end it: the death that it asks to be told of has happened."""
-    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE) as rank:
-        out, _ = rank.communicate(timeout=60)  # until the worker has ended too
-    assert (rank.returncode, out) == (-signal.SIGKILL, b"")
+def test_rank_that_hangs_shows_its_stack_and_ends_after_the_timeout(tmp_path):
+    text = BROKEN.replace('raise RuntimeError("broken labels")', "time.sleep(1000)")
+    with start("spawn", tmp_path, "--timeout", "5", text=text) as run:
+        run.wait_for("output directory")
+        time.sleep(3)
+        os.kill(run.ranks()[1], signal.SIGUSR2)
+        assert run.end(timeout=100) == 1
+        assert re.search(r'File ".*/slow.py", line \d+ in broken', run.errors()), run.errors()

@@ -38,10 +38,9 @@ networks() { # NAME OPTIONS...: each network at each size by itself, so that a t
 
 part versions 20 bash -c 'python3 -VV; python3 -m pip list 2>/dev/null | grep -i "^torch\|^nvidia\|^triton\|^numpy"; nproc; nvidia-smi'
 networks half --amp bf16 --channels-last
-bench deep 40 --workloads deep --modes single
+bench tiny 40 --workloads tiny --modes single
 part tests 130 python3 -m pytest -m gpu tests/test_gpu.py -n 8 -q -p no:cacheprovider
 part a-run 60 bash run.sh single --epochs 3 --device "$device" --output-dir "$out/run-single"
-bench memory 100 --workloads resnet18 --modes single ddp fsdp --nproc 1 --batch-size ${sizes#* } --amp bf16
 networks float32
 part fsdp-run 40 bash run.sh fsdp 1 --epochs 3 --device "$device" --output-dir "$out/run-fsdp"
 part ddp-run 40 bash run.sh ddp 1 --epochs 3 --device "$device" --output-dir "$out/run-ddp"

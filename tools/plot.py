@@ -15,16 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COUNTS = {
-    "event",
-    "epoch",
-    "step",
-    "global_step",
-    "count",
-    "train_s",
-    "eval_s",
-    "save_s",
-}  # where a line belongs, not what was measured
+COUNTS = {"event", "epoch", "step", "global_step", "count"}  # where a line belongs
 LOGARITHMIC = {"loss", "grad_norm"}  # where all values are positive
 
 

@@ -1,6 +1,6 @@
 """A model of timm with layer decay: the lower a layer, the lower its rate. No decay on biases.
 
-timm gives each group an `lr_scale`, which the scripts multiply with the group's rate.
+timm gives each group an `lr_scale`, by which its own schedulers multiply the rate.
 """
 
 import timm
@@ -41,6 +41,8 @@ def build_model(args):
 
 
 def build_optimizer(args, net):
-    return create_optimizer_v2(
-        net, "adamw", args.lr, args.weight_decay, layer_decay=args.layer_decay
-    )
+    settings = {"lr": args.lr, "weight_decay": args.weight_decay, "layer_decay": args.layer_decay}
+    optimizer = create_optimizer_v2(net, "adamw", **settings)
+    for group in optimizer.param_groups:
+        group["lr"] *= group.get("lr_scale", 1.0)
+    return optimizer

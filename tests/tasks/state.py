@@ -1,22 +1,10 @@
 """The small digits under networks that keep more than weights: `--model` names the kind."""
 
-import sys
-from pathlib import Path
-
 import torch
+from pit_models import Net, add_options, build_datasets, per_sample_loss, per_sample_metrics
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pit_models import Net, build_datasets, per_sample_loss, per_sample_metrics
-
-__all__ = [
-    "add_options",
-    "build_datasets",
-    "build_model",
-    "build_optimizer",
-    "per_sample_loss",
-    "per_sample_metrics",
-]
+__all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
 
 
 class Layer(nn.Module):
@@ -36,30 +24,6 @@ class Replaced(Layer):
         return self.gain
 
 
-class Passing(Layer):
-    """Its buffer is in no state dict."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("gain", torch.ones(()), persistent=False)
-
-    def factor(self, value):
-        self.gain.mul_(0.9).add_(0.2)
-        return self.gain.clone()
-
-
-class Renewed(Layer):
-    """Its cache, in no state dict, is another tensor in each forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("cache", torch.ones(1), persistent=False)
-
-    def factor(self, value):
-        self.cache = torch.ones(len(value))
-        return 1
-
-
 class Counts(Layer):
     """It keeps a number that is no tensor."""
 
@@ -76,11 +40,6 @@ class Counts(Layer):
         self.calls = state["calls"]
 
 
-class OwnNorm(nn.BatchNorm1d):
-    def forward(self, value):
-        return super().forward(value).relu()
-
-
 class Parameters(nn.Module):
     """A list of parameters, and a layer of attention, whose parts are read without a call."""
 
@@ -95,63 +54,22 @@ class Parameters(nn.Module):
         return self.layer(value.unsqueeze(1)).squeeze(1)
 
 
-class Cached(Layer):
-    """It makes a buffer in its first forward."""
+class Held(nn.Module):
+    """It has its parameters in a list of its own too."""
 
-    persistent = False
-
-    def forward(self, value):
-        return value * self.factor(value)
-
-    def factor(self, value):
-        if not hasattr(self, "table"):
-            self.register_buffer("table", value.new_full((), 1.25), self.persistent)
-        return self.table
-
-
-class CachedForEver(Cached):
-    persistent = True
-
-
-class Volume(Layer):
     def __init__(self):
         super().__init__()
-        self.filter = nn.Parameter(torch.ones(1, 1, 1, 1, 1))
+        self.layer = nn.Linear(32, 32)
+        self.held = [self.layer.weight]
 
-    def factor(self, value):
-        return self.filter.view(())
-
-
-KINDS = {
-    "cached": Cached,
-    "kept": CachedForEver,
-    "volume": Volume,
-    "replaced": Replaced,
-    "passing": Passing,
-    "renewed": Renewed,
-    "counts": Counts,
-    "norm": lambda: OwnNorm(32),
-    "parameters": Parameters,
-}
+    def forward(self, value):
+        return value @ self.held[0]
 
 
-def add_options(parser):
-    parser.add_argument("--model", default="plain")
+KINDS = {"replaced": Replaced, "counts": Counts, "parameters": Parameters, "held": Held}
 
 
 def build_model(args):
     net = Net("plain")
     net.between = KINDS[args.model]()
     return net
-
-
-class WithText(torch.optim.SGD):
-    """Keeps something under a key that is no parameter."""
-
-    def step(self, closure=None):
-        self.state["calls"] = self.state.get("calls", 0) + 1
-        return super().step(closure)
-
-
-def build_optimizer(args, net):
-    return WithText([p for p in net.parameters() if p.requires_grad], args.lr, 0.9)

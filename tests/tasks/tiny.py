@@ -1,12 +1,17 @@
 """Tiny models on 203 training and 57 held-out digits, so that hundreds of runs take minutes. `--model` is a plus-separated set of parts:
 
-conv (always there), batchnorm, dropout, unused (a layer that no image uses, and one that few images do).
+conv (always there), batchnorm, dropout, unused (a layer that no image uses, and one that few images do), balanced (an order of the
+samples in which each class comes equally often).
 """
 
+import functools
+
+import numpy as np
+import small
 import torch.nn.functional as F
-from small import build_datasets
 from torch import nn
 
+from sampling import splitmix64
 from task import per_sample_loss, per_sample_metrics
 
 __all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "per_sample_metrics"]
@@ -14,6 +19,26 @@ __all__ = ["add_options", "build_datasets", "build_model", "per_sample_loss", "p
 
 def add_options(parser):
     parser.add_argument("--model", default="conv")
+
+
+def build_datasets(args):
+    train, held_out = small.build_datasets(args)
+    if "balanced" in getattr(args, "model", ""):
+        train.epoch_order = functools.partial(balanced, train.targets.tolist())
+    return train, held_out
+
+
+def balanced(classes, seed, epoch):
+    """Return an order that draws each class equally often on average. A sample that comes again has the number index + length."""
+    draw, length = np.random.RandomState(divmod(splitmix64(seed, epoch, -1), 2**32)), len(classes)
+    members = [[i for i in range(length) if classes[i] == name] for name in dict.fromkeys(classes)]
+    drawn, places = draw.randint(len(members), size=length), draw.random_sample(length)
+    order, times = [], [0] * length
+    for group, place in zip(drawn, places):
+        index = members[group][int(place * len(members[group]))]
+        order.append(index + length * times[index])
+        times[index] += 1
+    return np.array(order)
 
 
 class Tiny(nn.Module):
@@ -50,6 +75,6 @@ class Tiny(nn.Module):
 
 def build_model(args):
     parts = args.model.split("+")
-    known = {"conv", "batchnorm", "dropout", "unused"}
+    known = {"conv", "batchnorm", "dropout", "unused", "balanced"}
     assert parts[0] == "conv" and set(parts) <= known, args.model
     return Tiny(parts)

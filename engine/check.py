@@ -1,0 +1,95 @@
+"""Does the loss of a sample depend on other samples? Try it before the run.
+
+Another number of ranks would cut the batch elsewhere, and train another network.
+"""
+
+import random
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+import common
+from common import fail, print0
+from engine.task_file import Task
+from sampling import seed_rng
+
+ADVICE = (
+    "keep padding out of the model and the loss; draw and mix in __getitem__, from the generators "
+    "of torch, numpy or Python; for a mean over tokens return sums, undivided, and define "
+    "loss_weights; a loss that compares samples needs gather_samples; or --no-check"
+)
+
+
+@torch.no_grad()
+def check_run(
+    task: Task, net: nn.Module, device: torch.device, train: DataLoader, val: DataLoader
+) -> None:
+    """End the run if a loss or metric of a sample changes when its batch is cut in half.
+
+    What the model draws, and a loss that asks for the samples of all ranks, cannot be compared. All
+    ranks make the same number of forwards, as sharded networks need. The network and the generators
+    are left as they were.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    net.eval()
+    for kind, loader in [("training", train), ("evaluation", val)] if task.args.check else ():
+        n, common.gather_samples.used = min(13, loader.batch_sampler.length), False
+        indices = random.Random(0).sample(range(loader.batch_sampler.length), n)
+        parts = [part for part in (indices[:6], indices[6:]) if part]
+        batch, *halves = [
+            common.to_device(loader.dataset.__getitems__((0, some)), device)
+            for some in (indices, *parts)
+        ]
+        together, again, *apart = [
+            values_of(task, net, device, some, draw, kind == "evaluation")
+            for some, draw in [(batch, 0), (batch, 1), *((half, 0) for half in halves)]
+        ]
+        rough = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
+        for name, values in together.items() if not common.gather_samples.used else ():
+            if not torch.allclose(values, again[name], rtol=1e-4, equal_nan=True):
+                print0(f"warning: not checked, as the model draws it: {name} of the {kind} set")
+                continue
+            in_halves = torch.cat([part[name] for part in apart])
+            allowed = 1e-6 + (0.01 if rough else 0.001) * values.nan_to_num().abs().max().item()
+            close = torch.isclose(values, in_halves, rtol=0, atol=allowed, equal_nan=True)
+            if ("loss" in name or not rough) and not close.all():
+                i = int(close.int().argmin())
+                found = f"{values[i]:.6g} in a batch, and {in_halves[i]:.6g} in half of it"
+                divided = torch.isclose(in_halves[i], values[i] * n / (6 if i < 6 else n - 6))
+                advice = "do not divide by the number of samples" if divided else ADVICE
+                where = f"--task {task.args.task}: {name} of {kind} sample {indices[i]}"
+                fail(f"{where} is {found}: other samples must not change it; {advice}")
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+    common.train_mode(net)
+
+
+def values_of(
+    task: Task, net: nn.Module, device: torch.device, batch: tuple, draw: int, metrics: bool
+) -> dict[str, Tensor]:
+    """Return loss, weights and metrics of the samples of a batch: float64 [n] each."""
+    args, (inputs, targets) = task.args, batch
+    seed_rng(args.seed, -3, draw)
+    with common.autocast(device, args.amp):
+        try:
+            outputs = net(inputs)
+        except TypeError as error:
+            raise TypeError(f"{error}; the model is called as model(input)") from error
+        losses = task.per_sample_loss(outputs, targets)
+        found = {"loss": task.weigh(losses, targets)}
+        found |= task.per_sample_metrics(outputs, targets) if metrics else {}
+    common.Meter().add(**found)  # raises if it is not one number per sample
+    if args.parallel_mode == "dp":
+        lengths = {getattr(leaf, "shape", (0,))[:1] for leaf in tree_leaves(batch)}
+        if lengths != {losses.shape} or common.gather_samples.used:
+            fail(f"--task {args.task}: dp cuts tensors [n, ...] alone, no gather_samples; use ddp")
+    for name in [name for name, value in found.items() if isinstance(value, tuple)]:
+        found[name], found[f"weight of {name}"] = found[name]
+    return {n: value.double().cpu() for n, value in found.items() if isinstance(value, Tensor)}
