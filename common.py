@@ -66,8 +66,7 @@ def set_up_device(
 ) -> torch.device:
     """Select this process's device, before anything is allocated on device 0.
 
-    `name` is auto, cpu or the accelerator's type. `deterministic` takes kernels that give the same
-    bits in every run.
+    `deterministic` takes kernels that give the same bits in every run.
     """
     torch.use_deterministic_algorithms(deterministic)
     cudnn.benchmark = not deterministic
@@ -331,8 +330,8 @@ def clip_grad_norm(parameters: list[nn.Parameter], limit: float | None) -> Tenso
 class WeightAverage:
     """An exponential average of the parameters over the steps, which an evaluation swaps in.
 
-    `tensors` has it in float32, or float64 where the parameter is, under the parameters' names.
-    Without `enabled` it does nothing. Create it after the network is on its device, and sharded.
+    `tensors` has it by name, in float32, or float64 where the parameter is. Create it after the
+    network is on its device, and sharded.
     """
 
     def __init__(self, net: nn.Module, decay: float, enabled: bool = True) -> None:

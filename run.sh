@@ -6,7 +6,6 @@
 # N defaults to the number of accelerators, or 2 on a CPU. Options: bash run.sh single --help
 # It takes the active Python if that has what is needed, else it makes .venv beside this file, once.
 set -euo pipefail
-trap 'exit 130' INT
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")") # the project, also by a link to run.sh
 fail() { echo "run.sh: error: $*" >&2; exit 2; }
 

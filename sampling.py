@@ -252,7 +252,6 @@ def seed_rng(seed: int, step: int, micro_batch: int, rank: int = 0) -> None:
 def seed_evaluation(seed: int, i: int) -> None:
     """Seed all generators for this rank's i-th batch of an evaluation.
 
-    The seed belongs to the number of the batch among those of all ranks. ShardSampler makes the
-    same batches at every world size, so a task draws the same numbers in every mode.
+    The seed belongs to the number of the batch among those of all ranks, the same in every mode.
     """
     seed_rng(seed, -1, i * get_world_size() + get_rank())  # no training step has the number -1

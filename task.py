@@ -28,8 +28,7 @@ loss_weights(targets)                    Tensor [n]: valid tokens, pixels or box
 build_optimizer(args, net)               an optimizer of torch.optim, with groups and rates of its
                                          own. The schedule scales each rate
 dataset_metrics(lists)                   {name: float}: metrics that are no mean over samples, as
-                                         AP. `lists` has the lists of per_sample_metrics, with a
-                                         value per sample of the set, in its order, on a CPU
+                                         AP. `lists` has the lists of per_sample_metrics, in order
 train_metrics(outputs, targets)          the metrics of the training log, beside the loss
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
 add_options(parser)                      calls parser.add_argument for options of this task, whose

@@ -3,6 +3,7 @@
 Another number of ranks would cut the batch elsewhere, and train another network.
 """
 
+import functools
 import random
 
 import numpy as np
@@ -37,17 +38,14 @@ def check_run(
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     net.eval()
     for kind, loader in [("training", train), ("evaluation", val)] if task.args.check else ():
-        n, common.gather_samples.used = min(13, loader.batch_sampler.length), False
-        indices = random.Random(0).sample(range(loader.batch_sampler.length), n)
+        fetch, length = loader.dataset.__getitems__, loader.batch_sampler.length
+        n, common.gather_samples.used = min(13, length), False
+        indices = random.Random(0).sample(range(length), n)
         parts = [part for part in (indices[:6], indices[6:]) if part]
-        batch, *halves = [
-            common.to_device(loader.dataset.__getitems__((0, some)), device)
-            for some in (indices, *parts)
-        ]
-        together, again, *apart = [
-            values_of(task, net, device, some, draw, kind == "evaluation")
-            for some, draw in [(batch, 0), (batch, 1), *((half, 0) for half in halves)]
-        ]
+        batch, *halves = [common.to_device(fetch((0, some)), device) for some in (indices, *parts)]
+        values_in = functools.partial(values_of, task, net, device, kind == "evaluation")
+        together, again = values_in(batch, 0), values_in(batch, 1)
+        apart = [values_in(half, 0) for half in halves]
         rough = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
         for name, values in together.items() if not common.gather_samples.used else ():
             if not torch.allclose(values, again[name], rtol=1e-4, equal_nan=True):
@@ -72,7 +70,7 @@ def check_run(
 
 
 def values_of(
-    task: Task, net: nn.Module, device: torch.device, batch: tuple, draw: int, metrics: bool
+    task: Task, net: nn.Module, device: torch.device, metrics: bool, batch: tuple, draw: int
 ) -> dict[str, Tensor]:
     """Return loss, weights and metrics of the samples of a batch: float64 [n] each."""
     args, (inputs, targets) = task.args, batch

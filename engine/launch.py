@@ -74,10 +74,7 @@ def main() -> int:
 
 
 def spawn(worker: Callable[..., None], args: Namespace) -> int:
-    """Start `worker(local_rank, args, init_method)` in --nproc processes; return the exit code.
-
-    Signals are passed on to them: they save, and end.
-    """
+    """Start `worker(local_rank, args, init_method)` in --nproc processes; return the exit code."""
     share_cores(args.nproc)
     os.environ["LOCAL_WORLD_SIZE"] = str(args.nproc)  # for their loaders
     with tempfile.TemporaryDirectory() as folder:  # on one machine the ranks meet at a file
@@ -85,7 +82,7 @@ def spawn(worker: Callable[..., None], args: Namespace) -> int:
         context = mp.spawn(worker, arguments, nprocs=args.nproc, join=False)
         received = [0]
 
-        def pass_on(number: int, frame: Any) -> None:
+        def pass_on(number: int, frame: Any) -> None:  # the ranks save, and end
             received.append(number)
             for process in context.processes:
                 if process.is_alive():

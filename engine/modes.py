@@ -134,10 +134,7 @@ def blocks(net: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def join_forwards(model: nn.Module, loader: DataLoader, device: torch.device, amp: str) -> None:
-    """Run the forward that other ranks have still to make, if they have a batch more.
-
-    In each forward of a sharded network every rank sends its part of the parameters.
-    """
+    """Run the forward that other ranks have still to make: in each of them all send parameters."""
     for _ in range(loader.batch_sampler.missing):
         inputs, _ = to_device(loader.dataset.__getitems__((0, [0])), device)
         with autocast(device, amp):
@@ -151,10 +148,7 @@ def newest(path: Path) -> Path:
 
 
 def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a folder, to which each rank adds its part of the sharded tensors.
-
-    Call it on every rank. At each instant the folder, or `newest` of it, is whole.
-    """
+    """Write a folder, to which each rank adds its part; at each instant `newest` of it is whole."""
     import torch.distributed.checkpoint as dcp  # slow to import
 
     temporary, before = (path.with_name(f".{path.name}.{end}") for end in ("tmp", "before"))

@@ -186,8 +186,7 @@ def find_checkpoint(args: argparse.Namespace) -> tuple[str | None, dict[str, Any
         if args.resume != "auto":
             fail(f"--resume {path}: no such checkpoint")
         return None, {}
-    is_file = path.is_file()
-    checkpoint = load_file(path, "--resume", verify=False) if is_file else load_shards(path)
+    checkpoint = load_file(path, "--resume", verify=False) if path.is_file() else load_shards(path)
     if checkpoint.get("format") != FORMAT:
         fail(f"--resume {path}: not a checkpoint of this program, format {FORMAT}")
     return os.path.abspath(path), checkpoint
@@ -203,14 +202,13 @@ def check_values(args: argparse.Namespace, mode: str, devices: int | None) -> No
         setattr(args, name, devices)
     if here and (devices or 1) > here:
         fail(f"{devices} devices, but only {here} accelerators; use {here}, or --device cpu")
-    devices, steps = (devices or 1) * getattr(args, "nnodes", 1), args.accum_steps
+    nodes, steps = getattr(args, "nnodes", 1), args.accum_steps
+    devices = (devices or 1) * nodes
     if args.batch_size < devices * steps:
         pieces = f"{devices} devices x {steps} micro-batches"
         fail(f"--batch-size {args.batch_size}: {pieces} need at least {devices * steps}")
-    if mode == "spawn" and (
-        args.node_rank >= args.nnodes or (args.nnodes > 1) > bool(args.dist_url)
-    ):
-        fail(f"--nnodes {args.nnodes} needs --node-rank below it, and --dist-url tcp://HOST:PORT")
+    if mode == "spawn" and (args.node_rank >= nodes or (nodes > 1 and not args.dist_url)):
+        fail(f"--nnodes {nodes} needs --node-rank below it, and --dist-url tcp://HOST:PORT")
     if args.tensorboard and not importlib.util.find_spec("tensorboard"):
         fail("--tensorboard needs the package tensorboard: pip install tensorboard")
     if args.amp != "off" and args.dtype == "float64":

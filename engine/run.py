@@ -26,8 +26,7 @@ from engine.modes import load_shards, save_shards
 from engine.task_file import class_names
 from sampling import GlobalBatchSampler
 
-# Signals that stop a run at its next step, and its exit code then, after saving. SIGUSR1 is SLURM's
-# warning that the time is nearly over.
+# Signals that stop a run, and its exit code after the save. SIGUSR1 is SLURM's warning.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -141,7 +140,7 @@ class Run:
         print0(f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: {name}")
         step = f"{args.batch_size} samples, {args.accum_steps} x up to {each} on each device"
         print0(
-            f"{sampler.length} samples: {sampler.steps_per_epoch} steps per epoch; a step: {step}"
+            f"{sampler.length} samples: {sampler.steps_per_epoch} steps per epoch, each of {step}"
         )
         print0(f"output directory: {self.directory}")
         layers = [*net.modules()] if args.parallel_mode != "single" else []
