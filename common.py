@@ -386,7 +386,7 @@ class Meter:
                 continue
             value, weights = value if isinstance(value, tuple) else (value, None)
             n = value.numel() if n is None else n
-            if value.shape != (n,):
+            if value.shape != (n,) or getattr(weights, "shape", (n,)) != (n,):
                 wanted = f'one number per sample, [{n}], as with reduction="none"'
                 raise ValueError(f"{name} must be {wanted}; got the shape {[*value.shape]}")
             self.sums[name] += value.sum(dtype=torch.float64)

@@ -35,7 +35,7 @@ ANCHORS = torch.tensor(SIDES).view(9, 2) / 416
 
 
 def add_options(parser):
-    parser.add_argument("--data-dir", type=os.path.abspath, required=True, help="of COCO's files")
+    parser.add_argument("--data-dir", type=os.path.abspath, default="coco", help="of COCO's files")
     parser.add_argument("--image-size", type=int, default=416, help="side of the square pictures")
     parser.add_argument("--width", type=int, default=32, help="channels of the first layer")
     parser.add_argument("--min-score", type=float, default=0.01, help="of a box that counts for AP")

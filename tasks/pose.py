@@ -23,7 +23,7 @@ SWAPPED = [0, 2, 1, 4, 3, 6, 5, 8, 7, 10, 9, 12, 11, 14, 13, 16, 15, 17]  # in a
 
 
 def add_options(parser):
-    parser.add_argument("--data-dir", type=os.path.abspath, required=True, help="of COCO's files")
+    parser.add_argument("--data-dir", type=os.path.abspath, default="coco", help="of COCO's files")
     parser.add_argument("--image-size", type=int, default=512, help="side of the square pictures")
     parser.add_argument("--stacks", type=int, default=2, help="hourglasses, one after the other")
     parser.add_argument("--width", type=int, default=128, help="channels of an hourglass")

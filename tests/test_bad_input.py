@@ -56,7 +56,6 @@ single 1 | --weights TMP/junk.pt | --weights TMP/junk.pt: damaged
 single 1 | --weights TMP/foreign.pt | --weights TMP/foreign.pt: it has no tensor of the right name and shape for conv1.weight
 single 1 | --amp fp16 --dtype float64 | --amp fp16 is half precision
 single 1 | --schedule step | --schedule step needs --step-epochs
-single 1 | --step-epochs 3 | --step-epochs has no effect on --schedule cosine
 single 1 | --freeze conv9.* | --freeze conv9.*: no parameter has such a name; use conv1.weight
 single 1 | --device tpu | --device
 single 1 | --batch_size 32 | --batch_size 32

@@ -224,8 +224,8 @@ def test_skipped_steps_leave_no_trace_and_others_are_those_of_torch(name):
                 plain.step()
                 assert not any(map(torch.equal, sides[0], before))
             assert all(map(torch.equal, *sides)), gradient
-            skipped.append(int(guard.skipped_in_a_row))
-        assert skipped == [1, 0, 0, 1, 2, 0] and guard.most_in_a_row == 10
+            skipped.append(int(guard.skipped))
+        assert skipped == [1, 0, 0, 1, 2, 0] and guard.limit == 10
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -241,7 +241,7 @@ def test_scaler_of_fp16_halves_its_scale_and_may_skip_sixteen_steps_more():
         scaler.unscale_(optimizer)
         guard.step(common.clip_grad_norm([weight], None))
     assert weight.item() < 1 and scaler.get_scale() == 2**15
-    assert guard.skipped_in_a_row == 0 and guard.most_in_a_row == 26
+    assert guard.skipped == 0 and guard.limit == 26
 
 
 # ---------------------------------------------------------------------------------- the average

@@ -9,8 +9,6 @@ import torch
 from harness import log_lines, train
 from single import SMALL, single, task_file
 
-import train_single
-
 # A loss that is one number per digit, whatever the network says; the clock moves by it.
 TIMED = """
 def per_sample_loss(outputs, targets):
@@ -28,9 +26,8 @@ def of_event(lines, event):
 def test_lines_are_means_and_speeds_since_the_last_one(tmp_path, monkeypatch):
     argv = [*task_file(tmp_path, TIMED), *"--epochs 3 --log-every 4 --no-check --lr 0".split()]
     argv += ["--dtype", "float64", "--output-dir", str(tmp_path / "run")]
-    train_single.parse_args("single", argv)  # loads the task, once
-    clock = sys.modules["task_mine"].TIME
-    stand_in = type("Clock", (), {"perf_counter": staticmethod(lambda: clock[0])})
+    clock = staticmethod(lambda: sys.modules["task_mine"].TIME[0])
+    stand_in = type("Clock", (), {"perf_counter": clock})
     monkeypatch.setattr("engine.run.time", stand_in)
     result = single(tmp_path, *argv)
     assert result.code == 0, result.err
@@ -128,9 +125,7 @@ def test_header_says_when_the_number_of_devices_matters(part, tmp_path):
         )
         size -= 20 * ("Batch" in part)  # the statistics
         assert f" on {n} x cpu: Net, {size:,} parameters" in result.out
-        assert re.search(
-            r"\b203 (training )?samples: 6 steps per epoch; a step: 30 samples", result.out
-        )
+        assert re.search(r"\b203 .*samples: 6 steps per epoch.* 30 samples", result.out)
 
 
 def test_tensorboard_shows_what_the_log_says_also_of_earlier_epochs(tmp_path):
