@@ -79,7 +79,8 @@ def values_of(
         try:
             outputs = net(inputs)
         except TypeError as error:
-            raise TypeError(f"{error}; the model is called as model(input)") from error
+            advice = "the model is called as model(input); several inputs are one tuple"
+            raise TypeError(f"{error}; {advice}") from error
         losses = task.per_sample_loss(outputs, targets)
         found = {"loss": task.weigh(losses, targets)}
         found |= task.per_sample_metrics(outputs, targets) if metrics else {}

@@ -38,11 +38,12 @@ def share_cores(processes: int) -> None:
 
 def exit_code(rank: int, code: int, directory: str) -> int:
     """Return the code of the run after the first rank has failed, and print how to go on."""
-    if code < 0:
-        often = ": often memory was short, see dmesg" if code == -signal.SIGKILL else ""
-        print(f"rank {rank} was killed by {signal.Signals(-code).name}{often}", file=sys.stderr)
-    if code not in (2, *SIGNALS.values()) and Path(directory, "last.pt").exists():
-        print(f"to go on: the same command with --output-dir {directory} --resume auto", flush=True)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "failed first: see above"
+    often = ": often memory was short, see dmesg" if code == -signal.SIGKILL else ""
+    if code not in (2, *SIGNALS.values()):
+        print(f"rank {rank} {how}{often}", file=sys.stderr)
+        if Path(directory, "last.pt").exists():
+            print(f"to go on: the same command with --output-dir {directory} --resume auto")
     return code if code > 0 else 128 - code if -code in SIGNALS else 1
 
 

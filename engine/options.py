@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common import FORMAT, build_scheduler, fail, load_file, print0
+from common import FORMAT, build_scheduler, fail, load_file
 from engine.modes import load_shards, newest
 from engine.task_file import load_module
 
@@ -162,8 +162,6 @@ def parse_args(
     args.task, args.parallel_mode = file, mode
     check_values(args, mode, devices)
     check_files(args, resume)
-    if args.resume == "auto" and not resume and devices is None:
-        print0("nothing to resume: a new run")
     args.resume = resume
     return args
 

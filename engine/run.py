@@ -80,7 +80,8 @@ class Run:
             state.restore(checkpoint, self.sampler.steps_per_epoch)
             if path.parent != self.directory or checkpoint["config"]["best"] != args.best:
                 state.best = None  # this directory has no best.pt of that kind
-            where = f"resumed {path} at epoch {state.epoch + 1}, step {state.step}"
+            done = "; it is finished, and a larger --epochs goes on" * (state.epoch >= args.epochs)
+            where = f"resumed {path} at epoch {state.epoch + 1}, step {state.step}{done}"
             print0("\n".join([where, *args.changes]))
         if get_rank() == 0 and not args.eval_only:
             self.open_files()

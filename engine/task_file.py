@@ -69,8 +69,7 @@ class Task:
         seed_generators(splitmix64(self.args.seed, -4))  # other numbers than those of the model
         train_set, val_set = self.module.build_datasets(self.args)
         if hasattr(train_set, "set_epoch"):
-            advice = "draw in __getitem__, where each sample has its own seed in each epoch"
-            fail(f"--task {self.args.task}: set_epoch of a data set is not called; {advice}")
+            fail(f"--task {self.args.task}: set_epoch is not called; draw in __getitem__")
         self.classes = class_names(train_set)
         return train_set, val_set
 

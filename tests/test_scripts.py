@@ -15,7 +15,8 @@ from engine.options import parse_args
 MODES = "single dp ddp spawn fsdp".split()
 SCRIPTS = {mode: (ROOT / f"train_{mode}.py").read_text() for mode in MODES}
 BUDGETS = {("single", "ddp"): 35, ("single", "dp"): 20, ("ddp", "spawn"): 30, ("ddp", "fsdp"): 25}
-PRODUCT = [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py"), ROOT / "run.sh"]
+PRODUCT = [*ROOT.glob("train_*.py"), ROOT / "task.py", ROOT / "common.py", ROOT / "sampling.py"]
+PRODUCT += [*ROOT.glob("engine/*.py"), ROOT / "run.sh"]
 NEEDED = {"hf.py": "transformers", "timm_layers.py": "timm"}  # of a task on a page
 NEEDED |= {"detect": "pycocotools", "pose": "pycocotools"}
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "tests" / "README.md"]
