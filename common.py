@@ -539,7 +539,7 @@ class State:
         settings = {*inspect.signature(type(self.optimizer)).parameters, "params", "initial_lr"}
         for group, old in zip(now["param_groups"], saved["param_groups"]):
             group |= {key: value for key, value in old.items() if key not in settings}
-        self.optimizer.load_state_dict(now)
+        self.optimizer.load_state_dict(saved | {key: now[key] for key in ("state", "param_groups")})
 
 
 def save_checkpoint(checkpoint: dict[str, Any], path: Path) -> None:

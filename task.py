@@ -7,9 +7,8 @@ build_datasets(args) -> (train, val)     map-style; a sample is (input, target),
                                          number, or a nested tuple, list or dict of them; anything
                                          else needs `collate`; `in_memory = True`: no workers
 build_model(args) -> nn.Module           called with the random state seeded by --seed
-per_sample_loss(outputs, targets)        Tensor [n], differentiable. A parameter after * gets the
-                                         option of its name, here and in the metrics:
-                                         def per_sample_loss(outputs, targets, *, beta) gets --beta
+per_sample_loss(outputs, targets)        Tensor [n], differentiable. A parameter after *, as beta
+                                         in (outputs, targets, *, beta), gets the option --beta
 per_sample_metrics(outputs, targets)     {name: Tensor [n]}; the first metric, where higher is
                                          better, decides which checkpoint is best.pt (see --best).
                                          A list of n values is collected for dataset_metrics

@@ -162,7 +162,7 @@ def save_shards(checkpoint: dict[str, Any], path: Path) -> None:
             shutil.rmtree(before, ignore_errors=True)
             os.rename(path, before)
         os.rename(temporary, path)
-        shutil.rmtree(before, ignore_errors=True)
+        before.unlink() if before.is_file() else shutil.rmtree(before, ignore_errors=True)
     dist.barrier()
 
 

@@ -78,8 +78,9 @@ class Run:
                 if before != now:
                     fail(f"--resume {path}: {name} {before} there, but {now} here: other data")
             state.restore(checkpoint, self.sampler.steps_per_epoch)
-            if path.parent != self.directory or checkpoint["config"]["best"] != args.best:
-                state.best = None  # this directory has no best.pt of that kind
+            other_branch = path.parent != self.directory or path.name.startswith("epoch-")
+            if other_branch or checkpoint["config"]["best"] != args.best:
+                state.best = None  # the best.pt of this directory is not of this run
             done = "; it is finished, and a larger --epochs goes on" * (state.epoch >= args.epochs)
             where = f"resumed {path} at epoch {state.epoch + 1}, step {state.step}{done}"
             print0("\n".join([where, *args.changes]))
