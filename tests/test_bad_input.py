@@ -68,7 +68,7 @@ fsdp 2 | --amp fp16 | --amp fp16 ... use --amp bf16
 fsdp 2 | --channels-last | --channels-last
 single 1 | --task imges | --task imges: no such file ... digits, detect, gpt, images, pose
 single 1 | --task TMP/three.py | --task TMP/three.py: the file must define per_sample_metrics
-single 1 | --task TMP/told.py | --task TMP/told.py: set_epoch of a data set is not called; draw in __getitem__
+single 1 | --task TMP/told.py | --task TMP/told.py: set_epoch is not called; draw in __getitem__
 ddp 2 | --task TMP/sparse.py | --task TMP/sparse.py: 0 has sparse gradients
 fsdp 2 | --task TMP/hook.py | --task TMP/hook.py: bias has a hook
 single 1 | --task TMP/divided.py | in half of it: other samples must not change it; do not divide by the number of samples
