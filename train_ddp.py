@@ -115,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         with average.swapped_in():
             run.eval_line(evaluate(args, task, net, val_loader, device))
     run.finish()
+    del model  # DDP holds the group: torch 2.11 may hang if DDP ends it
     dist.destroy_process_group()  # all ranks are done
     return 0
 

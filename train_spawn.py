@@ -116,6 +116,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> None:
         with average.swapped_in():
             run.eval_line(evaluate(args, task, net, val_loader, device))
     run.finish()
+    del model  # DDP holds the group: torch 2.11 may hang if DDP ends it
     dist.destroy_process_group()  # all ranks are done
 
 

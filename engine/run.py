@@ -187,10 +187,7 @@ class Run:
             self.save("last.pt")
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
-        """Log the evaluation, and write last.pt, and best.pt if it is the best.
-
-        Call it when `state.epoch` counts the epoch as done.
-        """
+        """Log the evaluation of an epoch that `state.epoch` counts as done; write the files."""
         state, args = self.state, self.args
         self.eval_line(metrics)
         known = [name for name in metrics if name not in ("loss", "count")] + ["loss"]
