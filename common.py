@@ -233,12 +233,12 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return sgd or adamw over the parameters that train, fused where torch has that."""
     parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    # Not in half precision, where torch 2.11 computes another step on a CPU; complex has none.
-    fused = all(parameter.dtype in (torch.float32, torch.float64) for parameter in parameters)
+    fused = all(parameter.is_floating_point() for parameter in parameters)  # none is complex
     if name == "adamw":
         betas = (momentum, 0.999)
         return torch.optim.AdamW(parameters, lr, betas, weight_decay=weight_decay, fused=fused)
-    fused = fused and not any(hasattr(p, "full_tensor") for p in parameters)  # none for shards
+    # torch has none for shards, and in 2.11 a wrong one for half types on a CPU.
+    fused = fused and not any(hasattr(p, "full_tensor") or p.itemsize < 4 for p in parameters)
     kind = {"fused": True} if fused else {"foreach": True}
     optimizer = torch.optim.SGD(parameters, lr, momentum, weight_decay=weight_decay, **kind)
     for parameter in parameters if momentum else ():
