@@ -449,7 +449,7 @@ def place_like(value: Any, like: Tensor | None) -> Any:
     if hasattr(value, "full_tensor") and not hasattr(like, "full_tensor"):
         return value.full_tensor()
     if getattr(value, "shape", None) != getattr(like, "shape", 0) or hasattr(value, "full_tensor"):
-        return value
+        return value.clone() if isinstance(value, Tensor) else value
     if not hasattr(like, "full_tensor"):
         return torch.empty_like(like, dtype=value.dtype).copy_(value)
     from torch.distributed.tensor import distribute_tensor  # slow to import
@@ -506,14 +506,14 @@ class State:
     def restore(self, checkpoint: dict[str, Any], steps_per_epoch: int) -> None:
         """Load a checkpoint of any mode and world size. Call it on every rank."""
         own, saved = self.net.state_dict(), checkpoint["model"]
-        saved = {name: place_like(value, own.get(name)) for name, value in saved.items()}
-        self.net.load_state_dict(saved)
+        self.net.load_state_dict({n: place_like(value, own.get(n)) for n, value in saved.items()})
         self.load_optimizer(checkpoint["optimizer"])
         if self.scaler.is_enabled() and checkpoint.get("scaler"):
             self.scaler.load_state_dict(checkpoint["scaler"])
         averages = checkpoint["average"].get("tensors", {})  # none if --average is new
         for name, tensor in self.average.tensors.items():
-            tensor.copy_(place_like(averages.get(name, saved[name]), tensor))
+            value = averages.get(name, self.average.parameters[name])
+            tensor.copy_(place_like(value, tensor))
         self.average.n_averaged = checkpoint["average"]["n_averaged"] if averages else 0
         self.meter.load(checkpoint["meter"])
         self.epoch, self.step, self.best = (checkpoint[name] for name in ("epoch", "step", "best"))
