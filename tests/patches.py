@@ -10,14 +10,12 @@ import json
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import MODES, TASKS, run_processes
+from harness import MODES, TASKS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -46,14 +44,6 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         self.names.append(function.overloadpacket.__name__)
         return function(*arguments, **(options or {}))
-
-
-def in_process(function):
-    """Run a picklable function in a process of its own; return what it printed. If it raises, the test fails."""
-    with tempfile.TemporaryDirectory() as name:
-        ((code, out, err),) = run_processes([function], Path(name))
-    assert code == 0, err
-    return out
 
 
 def printed(out, name):
