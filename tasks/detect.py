@@ -20,14 +20,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import fail
-from tasks.images import conv_bn, read_image, v2
+from tasks.images import conv_bn, read_image
 
 try:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
+    from torchvision.ops import batched_nms, box_convert, generalized_box_iou_loss
+    from torchvision.transforms import v2
 except ImportError:
-    fail("--task detect and pose need the package pycocotools: pip install pycocotools")
-from torchvision.ops import batched_nms, box_convert, generalized_box_iou_loss
+    fail("--task detect and pose need: pip install torchvision pycocotools")
 
 # Width and height of nine, as shares of the picture. Source: arXiv:1804.02767, for 416 pixels.
 SIDES = [10, 13, 16, 30, 33, 23, 30, 61, 62, 45, 59, 119, 116, 90, 156, 198, 373, 326]

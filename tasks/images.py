@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import importlib.util
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -24,13 +25,7 @@ from torch.utils.data import Dataset
 from common import fail, load_weights, print0
 from sampling import keyed_uniform
 
-try:
-    from PIL import Image
-    from torchvision import datasets, models
-    from torchvision.io import decode_jpeg, read_file
-    from torchvision.transforms import v2
-except ImportError:
-    fail("--task images needs the package torchvision: pip install torchvision")
+# torchvision takes a second to import, so it is imported where it is used.
 
 # name: (class of torchvision, channels, classes, mean, standard deviation) of bytes from 0 to 255
 DATASETS = {
@@ -44,6 +39,8 @@ DATASETS = {
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
     """Add the options of this task."""
+    if not importlib.util.find_spec("torchvision"):
+        fail("--task images needs the package torchvision: pip install torchvision")
     add = parser.add_argument
     add("--dataset", choices=[*DATASETS], default="imagefolder", help="default: %(default)s")
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="of the data set's files")
@@ -71,6 +68,8 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
 
 def torchvision_arrays(args: Namespace) -> tuple[Dataset, Dataset]:
     """Read MNIST or CIFAR from torchvision's files into memory; --download fetches them."""
+    from torchvision import datasets
+
     sets, kind = [], getattr(datasets, DATASETS[args.dataset][0])
     if args.download:
         Path(args.data_dir).mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def image_folders(args: Namespace) -> tuple[Dataset, Dataset]:
         fail(f"--data-dir {args.data_dir}: needs {wanted}; --val-dir names another one")
     if only := ", ".join(sorted({*directories(val)} - {*classes})):
         fail(f"--data-dir {args.data_dir}: {train} lacks classes of {val}: {only}")
-    return Pictures(train, classes, size, True), Pictures(val, classes, size, False)
+    return pictures(train, classes, size, True), pictures(val, classes, size, False)
 
 
 def directories(folder: Path) -> list[str]:
@@ -106,21 +105,23 @@ def directories(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("[!.]*") if path.is_dir())
 
 
-class Pictures(datasets.ImageFolder):
-    """Pictures of these classes, one directory each. The evaluation set may lack some classes."""
+def pictures(folder: Path, classes: list[str], size: int, training: bool) -> Dataset:
+    """Return the pictures of these classes. The evaluation set may lack some of them."""
+    from torchvision.datasets import ImageFolder
 
-    def __init__(self, folder: Path, classes: list[str], size: int, training: bool) -> None:
-        self.names, options = classes, {"loader": read_image, "allow_empty": not training}
-        super().__init__(folder, pipeline(size, training), **options)
-        print0(f"{folder}: {len(self)} pictures of {len(classes)} classes, as {classes[0]}")
+    class Pictures(ImageFolder):
+        def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
+            return classes, {name: number for number, name in enumerate(classes)}  # of training
 
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """Return the classes of the training set, so that a label is the same number in both."""
-        return self.names, {name: number for number, name in enumerate(self.names)}
+    images = Pictures(folder, pipeline(size, training), None, read_image, allow_empty=not training)
+    print0(f"{folder}: {len(images)} pictures of {len(classes)} classes, as {classes[0]}")
+    return images
 
 
-def pipeline(size: int, training: bool) -> v2.Transform:
+def pipeline(size: int, training: bool) -> nn.Module:
     """Return the transforms of an image file: a small one is shown whole, a photograph cropped."""
+    from torchvision.transforms import v2
+
     if size < 64:
         moved = [v2.RandomCrop(size, size // 8), v2.RandomHorizontalFlip()] if training else []
         return v2.Compose([v2.Resize([size, size]), *moved])
@@ -131,13 +132,16 @@ def pipeline(size: int, training: bool) -> v2.Transform:
 
 def read_image(path: str) -> Tensor:
     """Decode an image file to uint8 [3, H, W]. Raises OSError, with the file's name, if broken."""
+    from PIL import Image
+    from torchvision import io
+
     with contextlib.suppress(Exception):  # no JPEG, or damaged: PIL decides below
-        return decode_jpeg(read_file(path), mode="RGB")  # twice as fast as PIL
+        return io.decode_jpeg(io.read_file(path), mode="RGB")  # twice as fast as PIL
     try:
         image = Image.open(path)
         if image.mode[0] in "IF":
             raise ValueError("more than 8 bits: nothing tells what is white; save it in 8 bits")
-        return v2.functional.pil_to_tensor(image.convert("RGB"))
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # PIL raises almost anything
         raise OSError(f"{path}: {error}") from None
 
@@ -209,11 +213,11 @@ class ResNet9(nn.Module):
 
 def build_model(args: Namespace) -> nn.Module:
     """Return --model for --dataset. It takes uint8 images and normalises them on its device."""
+    from torchvision import models
+
     _, channels, classes, mean, std = DATASETS[args.dataset]
     if args.dataset == "imagefolder":
         classes = len(directories(Path(args.data_dir, "train")))
-        if args.model == "efficientnet_v2_l":  # torchvision's weights for it were made for these
-            mean = std = (127.5,) * 3
     if args.model == "resnet9":
         model = ResNet9(channels, classes)
     else:

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.transforms import v2
 
 from tasks.detect import average_precision, read_coco
-from tasks.images import conv_bn, read_image, v2
+from tasks.images import conv_bn, read_image
 
 JOINTS, MOST = 17, 30  # of a person; people that are found in a picture
 MARKS, MAPS = JOINTS + 1, 3 * JOINTS + 1  # joints and centre; with the ways from joints to centres

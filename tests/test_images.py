@@ -11,7 +11,7 @@ from harness import ROOT, fetched, samples_of_epoch, train
 from PIL import Image
 from single import single
 from torch import nn
-from torchvision import models
+from torchvision import datasets, models
 
 import task as digits
 import tasks.images as images
@@ -223,7 +223,7 @@ def test_small_images_are_shifted_by_an_eighth_and_half_of_them_mirrored(name, f
                 stored = picture[0] if name == "mnist" else picture.permute(1, 2, 0)
                 self.data = stored.numpy()[None].repeat(200, 0)
 
-        monkeypatch.setattr(images.datasets, images.DATASETS[name][0], Source)
+        monkeypatch.setattr(datasets, images.DATASETS[name][0], Source)
         train_set, val_set = images.build_datasets(arguments(tmp_path, dataset=name))
         assert tuple(val_set.classes) == ("cat", "dog")
     windows, shift = windows_in(picture, side // 8), side // 8
