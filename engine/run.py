@@ -40,7 +40,6 @@ class Run:
     tensorboard: Any = None
     bar: Any = None  # of an epoch, on a terminal
     received = stopping = 0  # the signal that this rank got; that on which all ranks stop
-    pending: tuple[dist.Work, Tensor] | None = None  # the reduction of the last step
 
     def __init__(
         self,
@@ -96,19 +95,11 @@ class Run:
     def remember(self, number: int, frame: Any) -> None:
         self.received = max(self.received, number)
 
-    def agree_on_stop(self, now: bool = False) -> None:
-        """Set `stopping` to the highest signal that a rank has received. Call it on every rank.
-
-        What starts to be reduced in one step is read in the next: no rank waits for another. `now`
-        reads it at once.
-        """
-        if not dist.is_initialized():
-            self.stopping = self.received
-            return
-        number, before = torch.tensor(self.received), self.pending
-        self.pending = dist.all_reduce(number, dist.ReduceOp.MAX, async_op=True), number
-        work, number = self.pending if now or before is None else before
-        work.wait()
+    def agree_on_stop(self) -> None:
+        """Set `stopping` to the highest signal that a rank has received. Call it on every rank."""
+        number = torch.tensor(self.received)
+        if dist.is_initialized():
+            dist.all_reduce(number, dist.ReduceOp.MAX)  # on the CPU: the host waits for no device
         self.stopping = int(number)
 
     def open_files(self) -> None:
@@ -205,7 +196,7 @@ class Run:
         if args.keep_every and state.epoch % args.keep_every == 0:
             names.insert(0, f"epoch-{state.epoch:04}.pt")
         if state.epoch < args.epochs:  # after the last epoch nothing is left to stop
-            self.agree_on_stop(now=True)
+            self.agree_on_stop()
         self.save(*names)
         if state.epoch == args.epochs and state.best:
             where = f"in epoch {state.best[1]}: {self.directory / 'best.pt'}"

@@ -59,7 +59,7 @@ def after_step(step, action):
 
 
 def stop_after(step, rank):
-    """SIGTERM for rank 0, as a cluster sends it: the run stops there, or one step later if it has to agree with other ranks."""
+    """SIGTERM for rank 0, as a cluster sends it: the run stops there."""
     if rank == 0:
         after_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -124,7 +124,7 @@ class Events:
 
 
 def signal_after_step(number: int) -> Callable[[str, int], None]:
-    """Send it to rank 0, as a cluster does: the run stops there, or one step later with ranks."""
+    """Send it to rank 0, as a cluster does: the run stops there."""
 
     def event(at: str, rank: int) -> None:
         if rank == 0:
