@@ -273,7 +273,7 @@ def build_scheduler(
     def factor(step: int) -> float:
         if step < start:  # the warm-up rises to the value with which the schedule begins
             return factor(start) * (step + 1) / start
-        place = (step - start) % cycle / cycle
+        place = (step - start) % cycle / cycle  # of cyclic and sawtooth
         if schedule == "cosine":
             done = min(1.0, (step - start) / max(1, end - start))
             return scale * (final_lr + (1 - final_lr) * (1 + math.cos(math.pi * done)) / 2)
@@ -286,7 +286,7 @@ def build_scheduler(
             return scale * (1 - (1 - step_gamma) * (place + 1 / cycle))
         return scale
 
-    # torch warns where the optimizer has skipped the very first step.
+    # torch warns where no step was made before: at a resume, or where the first was skipped.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -351,7 +351,8 @@ class WeightAverage:
         share = 1 - min(self.decay, (1 + n) / (10 + n)) if n else 1.0
         for average, value in zip(self.tensors.values(), self.parameters.values()):
             average.lerp_(value.to(average.dtype), share)
-        self.n_averaged += bool(self.tensors)
+        if self.tensors:
+            self.n_averaged += 1
 
     @contextlib.contextmanager
     @torch.no_grad()
@@ -379,7 +380,7 @@ class Meter:
 
         A list is not averaged: it is kept for the function that `mean` is given.
         """
-        n = None
+        n = None  # of the first tensor
         for name, value in values.items():
             if isinstance(value, list):
                 own = tree_map_only(Tensor, lambda tensor: tensor.cpu().clone(), value)
@@ -406,8 +407,10 @@ class Meter:
 
     def load(self, ranks: list[tuple[dict[str, float], ...]]) -> None:
         """Load the totals of all ranks; for another number of ranks they all go to rank 0."""
-        same = len(ranks) == get_world_size()
-        self.add_totals([ranks[get_rank()]] if same else ranks if get_rank() == 0 else [])
+        if len(ranks) == get_world_size():
+            self.add_totals([ranks[get_rank()]])
+        elif get_rank() == 0:
+            self.add_totals(ranks)
 
     def mean(self, function: Callable[[dict[str, list]], dict[str, float]] | None = None) -> dict:
         """Return the mean of each name over all samples of all ranks, and their `count`.
@@ -446,10 +449,12 @@ def place_like(value: Any, like: Tensor | None) -> Any:
 
     The result is a copy: the tensors of a checkpoint lie in its file.
     """
-    if hasattr(value, "full_tensor") and not hasattr(like, "full_tensor"):
-        return value.full_tensor()
-    if getattr(value, "shape", None) != getattr(like, "shape", 0) or hasattr(value, "full_tensor"):
-        return value.clone() if isinstance(value, Tensor) else value
+    if hasattr(value, "full_tensor"):
+        return value.clone() if hasattr(like, "full_tensor") else value.full_tensor()
+    if not isinstance(value, Tensor):
+        return value
+    if like is None or value.shape != like.shape:  # as the step of AdamW
+        return value.clone()
     if not hasattr(like, "full_tensor"):
         return torch.empty_like(like, dtype=value.dtype).copy_(value)
     from torch.distributed.tensor import distribute_tensor  # slow to import

@@ -203,7 +203,7 @@ def be_worker(*_: int) -> None:
         traceback.print_exception(error)
         os._exit(1)
 
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # no other way
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # no hook for it
 
 
 # ----------------------------------------------------------------------------------- random numbers

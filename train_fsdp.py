@@ -11,7 +11,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 import common
-from common import State, set_up_device
 from engine.check import check_run
 from engine.modes import convert_sync_batchnorm, join_forwards, shard
 from engine.options import parse_args, schedule_options
@@ -21,7 +20,7 @@ from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evalua
 
 
 def train_one_epoch(
-    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: common.State, run: Run
 ) -> None:
     """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
@@ -42,7 +41,7 @@ def train_one_epoch(
         state.scaler.unscale_(state.optimizer)
         norm = common.clip_grad_norm(state.parameters, args.clip_grad_norm)  # of the whole gradient
         state.guard.step(norm)  # optimizer.step(), unless the norm is NaN or infinite
-        state.optimizer.zero_grad(set_to_none=True)
+        model.zero_grad()  # also of parameters that the optimizer does not have
         state.scheduler.step()  # after a skipped step too
         state.average.after_step()  # for --average ema
         run.end_step(norm)  # counts the step; writes the log; saves; exits after a signal
@@ -71,7 +70,7 @@ def evaluate(
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("fsdp", argv)
     rank, local_rank, world_size = common.ranks_from_env()  # of torchrun, run.sh or srun
-    device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
+    device = common.set_up_device(args.device, args.deterministic, local_rank)  # one per rank
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
 
@@ -93,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # else it does nothing
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
-    state = State(net, optimizer, scheduler, scaler, average)
+    state = common.State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, args)  # position, log, files
     run.open()  # the output directory, and the checkpoint of --resume if there is one

@@ -8,17 +8,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import common
-from common import State, set_up_device
 from engine.check import check_run
-from engine.launch import restores_the_caller
 from engine.options import parse_args, schedule_options
-from engine.run import Run
+from engine.run import Run, restores_the_caller
 from engine.task_file import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
 def train_one_epoch(
-    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: common.State, run: Run
 ) -> None:
     """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
@@ -36,7 +34,7 @@ def train_one_epoch(
         state.scaler.unscale_(state.optimizer)
         norm = common.clip_grad_norm(state.parameters, args.clip_grad_norm)  # of the whole gradient
         state.guard.step(norm)  # optimizer.step(), unless the norm is NaN or infinite
-        state.optimizer.zero_grad(set_to_none=True)
+        model.zero_grad()  # also of parameters that the optimizer does not have
         state.scheduler.step()  # after a skipped step too
         state.average.after_step()  # for --average ema
         run.end_step(norm)  # counts the step; writes the log; saves; exits after a signal
@@ -63,7 +61,7 @@ def evaluate(
 @restores_the_caller  # a notebook keeps its own seeds, signal handlers and flags of torch
 def main(argv: list[str] | None = None) -> int:
     args = parse_args("single", argv)
-    device = set_up_device(args.device, args.deterministic)
+    device = common.set_up_device(args.device, args.deterministic)
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
 
@@ -81,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # else it does nothing
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
-    state = State(net, optimizer, scheduler, scaler, average)
+    state = common.State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, args)  # position, log, files
     run.open()  # the output directory, and the checkpoint of --resume if there is one

@@ -10,18 +10,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import common
-from common import State, set_up_device
 from engine.check import check_run
-from engine.launch import restores_the_caller, spawn
+from engine.launch import spawn
 from engine.modes import convert_sync_batchnorm
 from engine.options import parse_args, schedule_options
-from engine.run import Run
+from engine.run import Run, restores_the_caller
 from engine.task_file import Task
 from sampling import GlobalBatchSampler, ShardSampler, build_loader, seed_evaluation, seed_rng
 
 
 def train_one_epoch(
-    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: State, run: Run
+    args: Namespace, task: Task, model: nn.Module, loader: DataLoader, state: common.State, run: Run
 ) -> None:
     """Train from `state.step` to the end of the epoch."""
     common.train_mode(model)
@@ -41,7 +40,7 @@ def train_one_epoch(
         state.scaler.unscale_(state.optimizer)
         norm = common.clip_grad_norm(state.parameters, args.clip_grad_norm)  # of the whole gradient
         state.guard.step(norm)  # optimizer.step(), unless the norm is NaN or infinite
-        state.optimizer.zero_grad(set_to_none=True)
+        model.zero_grad()  # also of parameters that the optimizer does not have
         state.scheduler.step()  # after a skipped step too
         state.average.after_step()  # for --average ema
         run.end_step(norm)  # counts the step; writes the log; saves; exits after a signal
@@ -69,7 +68,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> None:
     """Run one rank: the lines of main in train_ddp.py."""
     rank = args.node_rank * args.nproc + local_rank
     world_size = args.nnodes * args.nproc
-    device = set_up_device(args.device, args.deterministic, local_rank)  # one device per rank
+    device = common.set_up_device(args.device, args.deterministic, local_rank)  # one per rank
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
 
@@ -91,7 +90,7 @@ def worker(local_rank: int, args: Namespace, init_method: str) -> None:
     scheduler = common.build_scheduler(optimizer, train_sampler.steps_per_epoch, **schedule)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # else it does nothing
     average = common.WeightAverage(net, args.ema_decay, enabled=args.average == "ema")
-    state = State(net, optimizer, scheduler, scaler, average)
+    state = common.State(net, optimizer, scheduler, scaler, average)
     check_run(task, net, device, train_loader, val_loader)  # tries a batch of each
     run = Run(state, train_loader, val_loader, device, args)  # position, log, files
     run.open()  # the output directory, and the checkpoint of --resume if there is one

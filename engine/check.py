@@ -41,23 +41,25 @@ def check_run(
         fetch, length = loader.dataset.__getitems__, loader.batch_sampler.length
         n, common.gather_samples.used = min(13, length), False
         indices = random.Random(0).sample(range(length), n)
-        parts = [part for part in (indices[:6], indices[6:]) if part]
+        half = n // 2
+        parts = [part for part in (indices[:half], indices[half:]) if part]
         batch, *halves = [common.to_device(fetch((0, some)), device) for some in (indices, *parts)]
-        values_in = functools.partial(values_of, task, net, device, kind == "evaluation")
+        values_in = functools.partial(per_sample_values, task, net, device, kind == "evaluation")
         together, again = values_in(batch, 0), values_in(batch, 1)
-        apart = [values_in(half, 0) for half in halves]
-        rough = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
+        apart = [values_in(part, 0) for part in halves]
+        rounds = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
         for name, values in together.items() if not common.gather_samples.used else ():
             if not torch.allclose(values, again[name], rtol=1e-4, equal_nan=True):
                 print0(f"warning: not checked, as the model draws it: {name} of the {kind} set")
                 continue
             in_halves = torch.cat([part[name] for part in apart])
-            allowed = 1e-6 + (0.01 if rough else 0.001) * values.nan_to_num().abs().max().item()
+            allowed = 1e-6 + (0.01 if rounds else 0.001) * values.nan_to_num().abs().max().item()
             close = torch.isclose(values, in_halves, rtol=0, atol=allowed, equal_nan=True)
-            if ("loss" in name or not rough) and not close.all():
+            if ("loss" in name or not rounds) and not close.all():
                 i = int(close.int().argmin())
                 found = f"{values[i]:.6g} in a batch, and {in_halves[i]:.6g} in half of it"
-                divided = torch.isclose(in_halves[i], values[i] * n / (6 if i < 6 else n - 6))
+                size = half if i < half else n - half
+                divided = torch.isclose(in_halves[i], values[i] * n / size)
                 advice = "do not divide by the number of samples" if divided else ADVICE
                 where = f"--task {task.args.task}: {name} of {kind} sample {indices[i]}"
                 fail(f"{where} is {found}: other samples must not change it; {advice}")
@@ -69,7 +71,7 @@ def check_run(
     common.train_mode(net)
 
 
-def values_of(
+def per_sample_values(
     task: Task, net: nn.Module, device: torch.device, metrics: bool, batch: tuple, draw: int
 ) -> dict[str, Tensor]:
     """Return loss, weights and metrics of the samples of a batch: float64 [n] each."""

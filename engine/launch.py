@@ -4,11 +4,8 @@
 torchrun in this process, so that a rank's exit code becomes that of the run.
 """
 
-import contextlib
-import functools
 import logging
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -21,10 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)  # it was engine/: a task's `import run` would find ours
 
-import numpy as np
-import torch
 import torch.multiprocessing as mp
-from torch.backends import cudnn
 
 from engine.options import parse_args
 from engine.run import SIGNALS
@@ -101,33 +95,6 @@ def spawn(worker: Callable[..., None], args: Namespace) -> int:
         except mp.ProcessExitedException as error:  # the rank has printed why
             return exit_code(error.error_index, error.exit_code, args.output_dir)
     return SIGNALS.get(received[-1], 0)  # mp.spawn's processes end with 0 after an early Ctrl-C
-
-
-def restores_the_caller(main: Callable[..., int]) -> Callable[..., int]:
-    """Decorate a script's main: a notebook that calls it keeps its own seeds, signals and flags."""
-
-    @functools.wraps(main)
-    def wrapper(argv: list[str] | None = None) -> int:
-        environment, handlers = dict(os.environ), [(n, signal.getsignal(n)) for n in SIGNALS]
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        flags = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
-        cudnn_flags = cudnn.benchmark, cudnn.allow_tf32
-        try:
-            return main(argv)
-        finally:
-            os.environ.clear()
-            os.environ.update(environment)
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
-            torch.use_deterministic_algorithms(flags[0])
-            torch.set_float32_matmul_precision(flags[1])
-            cudnn.benchmark, cudnn.allow_tf32 = cudnn_flags
-            with contextlib.suppress(ValueError):  # only the main thread has handlers
-                for number, handler in handlers:
-                    signal.signal(number, handler)
-
-    return wrapper
 
 
 if __name__ == "__main__":

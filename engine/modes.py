@@ -113,7 +113,7 @@ def shard(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in [*(choose or blocks)(net), net]:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    for parameter in parameters:  # frees it; a list of the model's own that holds it fails
+    for parameter in parameters:  # the whole ones; whoever still uses one fails
         parameter.data = parameter.data.new_empty(0)
     if device.type != "cpu":
         # torch 2.8 to 2.14 frees what the last backward has gathered too early: docs/fsdp.md. A
@@ -184,6 +184,6 @@ def load_shards(folder: Path | str, parameters: list[Tensor] | None = None) -> d
         elif parameters is not None:
             like = shapes.get(entry.size, torch.empty(entry.size))
             wanted[name] = torch.zeros_like(like, dtype=entry.properties.dtype)
-    warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # disabled
+    warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # one process reads
     dcp.load(wanted, checkpoint_id=folder, no_dist=parameters is None)
     return unflatten_state_dict(wanted, metadata.planner_data)

@@ -2,22 +2,26 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import json
 import math
 import os
+import random
 import signal
 import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.utils.data import DataLoader
 
 import common
@@ -28,6 +32,33 @@ from sampling import GlobalBatchSampler
 
 # Signals that stop a run, and its exit code after the save. SIGUSR1 is SLURM's warning.
 SIGNALS = {signal.SIGUSR1: 0, signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def restores_the_caller(main: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a script's main: a notebook that calls it keeps its own seeds, signals and flags."""
+
+    @functools.wraps(main)
+    def wrapper(argv: list[str] | None = None) -> int:
+        environment, handlers = dict(os.environ), [(n, signal.getsignal(n)) for n in SIGNALS]
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        flags = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        cudnn_flags = cudnn.benchmark, cudnn.allow_tf32
+        try:
+            return main(argv)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
+            torch.use_deterministic_algorithms(flags[0])
+            torch.set_float32_matmul_precision(flags[1])
+            cudnn.benchmark, cudnn.allow_tf32 = cudnn_flags
+            with contextlib.suppress(ValueError):  # only the main thread has handlers
+                for number, handler in handlers:
+                    signal.signal(number, handler)
+
+    return wrapper
 
 
 class Run:
@@ -80,8 +111,9 @@ class Run:
             other_branch = path.parent != self.directory or path.name.startswith("epoch-")
             if other_branch or checkpoint["config"]["best"] != args.best:
                 state.best = None  # the best.pt of this directory is not of this run
-            done = "; it is finished, and a larger --epochs goes on" * (state.epoch >= args.epochs)
-            where = f"resumed {path} at epoch {state.epoch + 1}, step {state.step}{done}"
+            where = f"resumed {path} at epoch {state.epoch + 1}, step {state.step}"
+            if state.epoch >= args.epochs:
+                where += "; it is finished, and a larger --epochs goes on"
             print0("\n".join([where, *args.changes]))
         if get_rank() == 0 and not args.eval_only:
             self.open_files()
@@ -154,7 +186,8 @@ class Run:
             tqdm.set_lock(threading.RLock())  # its own is for several processes, and would stay
             steps, done = self.sampler.steps_per_epoch, self.state.step
             loader = self.bar = tqdm(loader, total=steps, initial=done, leave=False)
-        self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
+        self.waited, self.first = 0.0, self.state.step  # since the last line of the log
+        self.lr = self.state.optimizer.param_groups[0]["lr"]
         asked = self.began = time.perf_counter()
         for micro_batches in loader:
             self.waited += time.perf_counter() - asked
@@ -207,9 +240,9 @@ class Run:
 
         A parameter or statistic that is not finite ends the run; the last good files stay.
         """
-        state, trained = self.state, dict(self.state.net.named_parameters())
+        state, parameters = self.state, dict(self.state.net.named_parameters())
         tensors = state.net.state_dict().items()
-        checked = {name: t for name, t in tensors if name in trained or "running_" in name}
+        checked = {name: t for name, t in tensors if name in parameters or "running_" in name}
         if bad := [name for found in gather_objects(not_finite(checked)) for name in found]:
             self.end(1, f"step {state.global_step} is not saved: not finite: {', '.join({*bad})}")
         checkpoint = state.checkpoint((lambda tensors: tensors) if self.in_shards else common.whole)
@@ -244,13 +277,15 @@ class Run:
     def train_line(self, grad_norm: Tensor) -> None:
         """Write the line of the steps since the last one."""
         state, means, now = self.state, self.state.meter.mean(), time.perf_counter()
-        count, seconds, self.began = means.pop("count"), now - self.began, now
+        del means["count"]  # a line after a resume counts what was trained before, too
+        seconds, self.began = now - self.began, now
+        rate = (state.step - self.first) * self.args.batch_size / seconds
         line = {"event": "train", "epoch": state.epoch, "step": state.step}
-        line |= {"global_step": state.global_step, "lr": self.lr, "samples_per_s": count / seconds}
+        line |= {"global_step": state.global_step, "lr": self.lr, "samples_per_s": rate}
         line |= {"data_wait": self.waited / seconds, "grad_norm": grad_norm.item()}
         line |= {"loss_scale": state.scaler.get_scale(), **means}
-        self.waited, state.meter = 0.0, common.Meter()
-        more = f"lr {self.lr:.5g}  {count / seconds:.0f} samples/s  data {line['data_wait']:.0%}"
+        self.waited, self.first, state.meter = 0.0, state.step, common.Meter()
+        more = f"lr {self.lr:.5g}  {rate:.0f} samples/s  data {line['data_wait']:.0%}"
         self.write(line, f"step {state.step}/{self.sampler.steps_per_epoch}", means, more)
 
     def eval_line(self, metrics: dict[str, float]) -> None:

@@ -80,7 +80,7 @@ class Task:
         net = self.module.build_model(args)
         if args.dtype == "float64":  # else the task's own types stay: a half base, a precise clock
             net.double()
-        self._refuse(net)
+        self._refuse_local_gradients(net)
         if args.weights:
             content = common.load_file(args.weights, "--weights")
             ours = args.eval_only and "config" in content  # a checkpoint of this program
@@ -97,10 +97,10 @@ class Task:
             settings = args.lr, args.momentum, args.weight_decay
             return common.build_optimizer(net, args.optimizer, *settings)
         optimizer = self.module.build_optimizer(args, net)
-        self._refuse(net)  # hooks of a task's optimizer
+        self._refuse_local_gradients(net)  # hooks of a task's optimizer
         return optimizer
 
-    def _refuse(self, net: nn.Module) -> None:
+    def _refuse_local_gradients(self, net: nn.Module) -> None:
         """End the run if ranks would spoil its gradients."""
         if self.args.parallel_mode in ("single", "dp"):
             return

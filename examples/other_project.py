@@ -77,7 +77,7 @@ def main() -> None:
             optimizer.zero_grad()
             scheduler.step()
 
-        if guard.skipped_in_a_row >= guard.most_in_a_row:
+        if guard.skipped >= guard.limit:
             raise RuntimeError("diverged: ten steps in a row had non-finite gradients")
         common.broadcast_tensors(net.buffers())  # of BatchNorm, if there is one
         net.eval()

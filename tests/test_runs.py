@@ -245,6 +245,7 @@ f | state --model replaced         | ddp 1 stop 9; ddp 1
   | brought --model lists          | ddp 2 stop 9; ddp 2
 f | brought --model groups         | single 1 stop 9; fsdp 2
   | brought --model schedule-free  | single 1 stop 9; single 1
+  | brought --model probe --clip-grad-norm 0.1 | single 1 stop 9; ddp 2
   | brought --model clock          | single 1 stop 9; ddp 2 stop 3; single 1
 f | everything                     | fsdp 3 --shards stop 9; fsdp 3
 f | {ADAM}                         | fsdp 3 --shards stop 5; fsdp 2 stop 3; fsdp 4

@@ -116,6 +116,8 @@ def build_optimizer(args, net):
     groups = [{"params": list(net.net.head.parameters())}]
     head = {id(parameter) for parameter in groups[0]["params"]}
     groups += [{"params": [p for p in net.parameters() if id(p) not in head]}]
+    if KIND == "probe":
+        return torch.optim.SGD(groups[:1], args.lr)
     if KIND == "late-hook":
         net.net.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     if KIND == "schedule-free":
