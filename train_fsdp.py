@@ -41,7 +41,8 @@ def train_one_epoch(
         state.scaler.unscale_(state.optimizer)
         norm = common.clip_grad_norm(state.parameters, args.clip_grad_norm)  # of the whole gradient
         state.guard.step(norm)  # optimizer.step(), unless the norm is NaN or infinite
-        model.zero_grad()  # also of parameters that the optimizer does not have
+        for parameter in state.parameters:  # also those that the optimizer does not have
+            parameter.grad = None
         state.scheduler.step()  # after a skipped step too
         state.average.after_step()  # for --average ema
         run.end_step(norm)  # counts the step; writes the log; saves; exits after a signal
