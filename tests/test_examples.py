@@ -17,13 +17,13 @@ from patches import after_step
 
 import sampling
 
-# ----------------------------------------------------------- minimal_single.py and minimal_ddp.py
+# ------------------------------------- minimal_single.py, minimal_ddp.py, minimal_loader*.py
 
 SCRIPT = ["--task", str(TASKS / "minimal.py"), *"--dtype float64 --epochs 2 --lr 0.1".split()]
 SCRIPT += "--batch-size 64 --warmup-epochs 0 --weight-decay 0 --device cpu --workers 0".split()
 
 
-def rank_of_minimal(mode, rank, n, port, epochs, file, patch):
+def rank_of_minimal(script, rank, n, port, epochs, file, patch):
     """Run a script of examples/ as one rank of torchrun, in float64."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -32,16 +32,15 @@ def rank_of_minimal(mode, rank, n, port, epochs, file, patch):
     record_gradients(file.with_name(f"gradients{rank}"), 1)
     if patch:
         patch()
-    importlib.import_module(f"minimal_{mode}").main(epochs, file)
+    importlib.import_module(script).main(epochs, file)
 
 
-def run_minimal(n, folder, epochs=2, patch=None):
-    """Run on n ranks, minimal_single.py if n is 0; return (exit codes, lines, content of the file)."""
+def run_minimal(script, n, folder, epochs=2, patch=None):
+    """Run a script on n ranks; return (exit codes, lines, content of the file)."""
     folder.mkdir(exist_ok=True)
-    file, port = folder / "minimal.pt", free_port()
-    mode, ranks = ("ddp", range(n)) if n else ("single", range(1))
+    file, port, ranks = folder / "minimal.pt", free_port(), range(n)
     arguments = {"port": port, "epochs": epochs, "file": file, "patch": patch}
-    targets = [functools.partial(rank_of_minimal, mode, rank, n, **arguments) for rank in ranks]
+    targets = [functools.partial(rank_of_minimal, script, rank, n, **arguments) for rank in ranks]
     results = run_processes(targets, folder)
     codes = [code for code, _, _ in results]
     assert patch or codes == [0] * len(ranks), results
@@ -56,14 +55,15 @@ def use_order_of_minimal(rank):
     sampling.epoch_order = order_of_minimal
 
 
-@pytest.mark.parametrize("n", [0, pytest.param(3, marks=pytest.mark.full)])
-def test_minimal_script_computes_what_the_script_computes(n, tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "n"), [("single", 1), pytest.param("ddp", 3, marks=pytest.mark.full)]
+)
+def test_minimal_script_computes_what_the_script_computes(mode, n, tmp_path):
     """22 steps an epoch; no world size above 2 divides the batch of 64, nor the six of evaluation."""
-    mode = "ddp" if n else "single"
-    expected = train(mode, n or 1, *SCRIPT, folder=tmp_path / "whole", patch=use_order_of_minimal)
+    expected = train(mode, n, *SCRIPT, folder=tmp_path / "whole", patch=use_order_of_minimal)
     assert expected.code == 0, expected.err
-    _, lines, saved = run_minimal(n, tmp_path / "minimal")
-    for rank in range(n or 1):
+    _, lines, saved = run_minimal(f"minimal_{mode}", n, tmp_path / "minimal")
+    for rank in range(n):
         (first,) = torch.load(tmp_path / "minimal" / f"gradients{rank}")
         assert deviation(first, expected.gradients[0][0]) <= 1e-10
     assert deviation(saved["net"], expected.checkpoint()["model"]) <= 1e-10
@@ -73,20 +73,34 @@ def test_minimal_script_computes_what_the_script_computes(n, tmp_path):
         assert accuracy == pytest.approx(entry["top1"], abs=1e-6) and accuracy > 0.7
 
 
-def kill_in_second_epoch():
-    after_step(22 + 7, lambda: os.kill(os.getpid(), signal.SIGKILL))
+def kill_after(step):
+    after_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @pytest.mark.full
-def test_minimal_script_that_was_killed_goes_on_with_the_same_bits(tmp_path):
-    _, whole, expected = run_minimal(3, tmp_path / "whole", 3)
-    codes, before, saved = run_minimal(3, tmp_path / "killed", 3, kill_in_second_epoch)
-    assert {*codes} == {-signal.SIGKILL}
-    assert saved["scheduler"]["last_epoch"] == 22, "the file of the first epoch"
-    _, after, found = run_minimal(3, tmp_path / "killed", 3)
-    assert before[0] == whole[0] and after == whole[1:] and len(whole) == 3
+@pytest.mark.parametrize(("script", "step"), [("minimal_ddp", 22), ("minimal_loader_ddp", 20)])
+def test_minimal_script_that_was_killed_goes_on_with_the_same_bits(script, step, tmp_path):
+    """minimal_loader_ddp.py was saved within its first epoch."""
+    _, whole, expected = run_minimal(script, 3, tmp_path / "whole", 3)
+    killed = tmp_path / "killed"
+    codes, before, saved = run_minimal(
+        script, 3, killed, 3, functools.partial(kill_after, step + 1)
+    )
+    assert {*codes} == {-signal.SIGKILL} and saved["scheduler"]["last_epoch"] == step
+    _, after, found = run_minimal(script, 3, killed, 3)
+    assert before + after == whole and len(whole) == 3
     for name, value in expected["net"].items():
         assert found["net"][name].equal(value), name
+
+
+@pytest.mark.full
+def test_minimal_loader_is_the_same_on_one_and_on_two_devices(tmp_path):
+    (_, *one), (_, *two) = (
+        run_minimal(f"minimal_loader{end}", n, tmp_path / str(n))
+        for end, n in (("", 1), ("_ddp", 2))
+    )
+    assert one[0] == two[0] and float(one[0][-1].split()[-1]) > 0.7, "it learns"
+    assert deviation(two[1]["net"], one[1]["net"]) <= 1e-10
 
 
 # ------------------------------------------------------------- own_loop*.py and other_project.py
