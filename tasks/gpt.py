@@ -1,8 +1,8 @@
 """A language model, `--task gpt`: a small GPT, on a file of tokens.
 
 python tasks/gpt.py prepare book.txt data/book     # its bytes become train.bin and val.bin
-bash run.sh ddp 2 --task gpt --data-dir data/book --optimizer adamw --lr 1e-3 --best loss
-python tasks/gpt.py generate runs/gpt-.../best.pt "Once upon a time"
+bash run.sh ddp 2 --task gpt --data-dir data/book --output-dir runs/book
+python tasks/gpt.py generate runs/book/best.pt "Once upon a time"
 
 A token is a byte, so no tokenizer is needed. Tokens of any tokenizer work too: write them into the
 two files as uint16, or as uint32 if --vocabulary is above 65536.
@@ -28,14 +28,16 @@ from common import fail
 
 
 def add_options(parser: argparse._ArgumentGroup) -> None:
-    """Add the options of this task."""
+    """Add the options of this task, and set defaults that suit text."""
+    settings = {"lr": 3e-3, "weight_decay": 0.1, "warmup_epochs": 0.5, "clip_grad_norm": 1.0}
+    parser.set_defaults(optimizer="adamw", epochs=6, best="loss", **settings)
     add = parser.add_argument
     add("--data-dir", type=os.path.abspath, metavar="DIR", help="of train.bin and val.bin")
-    add("--context", type=int, default=128, metavar="N", help="tokens of a sample (%(default)s)")
+    add("--context", type=int, default=64, metavar="N", help="tokens of a sample (%(default)s)")
     add("--vocabulary", type=int, default=256, metavar="N", help="number of tokens (%(default)s)")
-    add("--layers", type=int, default=4, metavar="N", help="blocks (%(default)s)")
-    add("--heads", type=int, default=4, metavar="N", help="of each attention (%(default)s)")
-    add("--width", type=int, default=128, metavar="N", help="numbers per token (%(default)s)")
+    add("--layers", type=int, default=2, metavar="N", help="blocks (%(default)s)")
+    add("--heads", type=int, default=2, metavar="N", help="of each attention (%(default)s)")
+    add("--width", type=int, default=64, metavar="N", help="numbers per token (%(default)s)")
     add("--dropout", type=float, default=0.0, metavar="X", help="probability (%(default)s)")
     add("--samples", type=int, metavar="N", help="of an epoch (default: to cover the text once)")
 

@@ -1,7 +1,8 @@
-"""`--task gpt`: the same on many devices, its first step that of a plain program, and it learns more than pairs of bytes tell."""
+"""`--task gpt`: the same on many devices; its first step, and what it reaches, are those of a plain program."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import compare, make_args, train
 from made_data import make_text
 
@@ -78,3 +79,31 @@ def test_first_step_is_that_of_a_plain_program(single):
     changed[:, 9] += 1
     same = net(changed).isclose(logits, rtol=1e-12).all(2).all(0)
     assert same[:9].all() and not same[9:].any(), "a token sees no later one, but all earlier ones"
+
+
+@pytest.mark.slow
+def test_default_options_reach_what_plain_torch_reaches_in_the_same_steps(data, tmp_path):
+    """The figures of docs/recipes.md. The plain program draws other windows, and decays all weights."""
+    argv = ["--task", "gpt", "--data-dir", data, "--device", "cpu"]
+    run = train("ddp", 2, *argv, folder=tmp_path, timeout=500)
+    assert run.code == 0, run.err
+    steps, reached = run.eval_lines()[-1]["global_step"], run.eval_lines()[-1]["loss"]
+
+    torch.manual_seed(0)
+    args = make_args("single", *map(str, argv))
+    net, (train_set, val_set) = gpt.build_model(args), gpt.build_datasets(args)
+    optimizer = torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)
+    for _ in range(steps):
+        tokens, following = map(torch.stack, zip(*(train_set[0] for _ in range(64))))
+        loss = F.cross_entropy(net(tokens).flatten(0, 1), following.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    with torch.no_grad():
+        tokens, following = map(torch.stack, zip(*val_set))
+        plain = F.cross_entropy(net(tokens).flatten(0, 1), following.flatten()).item()
+    print("plain", plain, "reached", reached, "steps", steps)
+    assert steps == 390 and 0.25 < reached < 0.33 and reached < 1.05 * plain

@@ -1,4 +1,4 @@
-"""Pitfalls of docs/pitfalls.md that no other test shows: each breaks something that a user would have to find out."""
+"""Usual mistakes (docs/hang.md) that no other test shows: each breaks something that a user would have to find out."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tasks.images import ImagesInMemory
 
 
 @pytest.mark.full
-def test_pitfall_09_ranks_reduce_once_a_step(tmp_path):
+def test_ranks_reduce_once_a_step(tmp_path):
     """Without no_sync DDP sends all gradients in every micro-batch."""
     argv = [*BASE, "--epochs", "1", "--accum-steps", "4"]
     result = train("ddp", 2, *argv, folder=tmp_path, patch=count_buckets)
@@ -49,7 +49,7 @@ def count_buckets(rank):
     dist.destroy_process_group = lambda: (print("reduced", len(count)), destroy())
 
 
-def test_pitfall_15_two_jobs_on_one_machine(tmp_path):
+def test_two_jobs_on_one_machine(tmp_path):
     """They must not meet at one port."""
     jobs = [tmp_path / "0", tmp_path / "1"]
     for folder in jobs:
@@ -62,7 +62,7 @@ def test_pitfall_15_two_jobs_on_one_machine(tmp_path):
     assert deviation(models[1], models[0]) > 1e-2, "two jobs, not twice the same"
 
 
-def test_pitfall_21_clipping_sees_the_gradient_without_the_scale_of_fp16(tmp_path):
+def test_clipping_sees_the_gradient_without_the_scale_of_fp16(tmp_path):
     """Clipped before unscale_, a gradient is made 65,536 times too small."""
     argv = [*BASE, *"--dtype float32 --epochs 1 --warmup-epochs 0 --clip-grad-norm 0.5".split()]
     scaled = single(tmp_path / "fp16", *argv, "--amp", "fp16")
@@ -75,7 +75,7 @@ def test_pitfall_21_clipping_sees_the_gradient_without_the_scale_of_fp16(tmp_pat
 
 
 @pytest.mark.full
-def test_pitfall_28_unused_parameters(tmp_path):
+def test_unused_parameters(tmp_path):
     """ "Expected to have finished reduction": DDP waits for a gradient that does not come."""
     argv = [*BASE, "--model", "unused"]
     without = train("ddp", 2, *argv, folder=tmp_path / "without")
@@ -95,7 +95,7 @@ def per_sample_loss(outputs, targets):
 """
 
 
-def test_pitfall_29_replicas_compute_their_own_losses(tmp_path):
+def test_replicas_compute_their_own_losses(tmp_path):
     """nn.DataParallel gathers all outputs on the first device; and the mean of uneven replicas' means is another one."""
     (tmp_path / "replicas.py").write_text(REPLICAS)
     argv = [*BASE, "--batch-size", "10", "--epochs", "1", "--lr", "0.02"]
@@ -134,7 +134,7 @@ def count_waits(rank):
     engine.run.Run.batches = watched_batches
 
 
-def test_pitfall_36_steps_wait_neither_for_the_device_nor_for_other_ranks(tmp_path):
+def test_steps_wait_neither_for_the_device_nor_for_other_ranks(tmp_path):
     argv = [*BASE, "--epochs", "1", "--log-every", "1000"]
     result = train("ddp", 1, *argv, folder=tmp_path, patch=count_waits)
     assert result.code == 0, result.err
@@ -142,7 +142,7 @@ def test_pitfall_36_steps_wait_neither_for_the_device_nor_for_other_ranks(tmp_pa
     assert steps == [[0, 0]] * 5
 
 
-def test_pitfall_37_one_rank_prints_and_writes(tmp_path):
+def test_one_rank_prints_and_writes(tmp_path):
     one, two = single_run(*BASE), train("ddp", 2, *BASE, folder=tmp_path)
     assert len(two.out.splitlines()) == len(one.out.splitlines()) > 18 + 3
     assert len(two.lines) == len(one.lines) == 18 + 3 and two.err == ""
@@ -158,7 +158,7 @@ class Pids(Dataset):
 
 
 @pytest.mark.full
-def test_pitfall_38_loader_workers_stay_over_the_epochs():
+def test_loader_workers_stay_over_the_epochs():
     data = Pids()
     sampler = GlobalBatchSampler(data, 8, 0)
     loader, pids = build_loader(data, sampler, torch.device("cpu"), 0, workers=2), []
@@ -168,7 +168,7 @@ def test_pitfall_38_loader_workers_stay_over_the_epochs():
     assert len(pids[0]) == 2 and pids[0] == pids[1] == pids[2] and os.getpid() not in pids[0]
 
 
-def test_pitfall_48_wrapped_data_set_is_augmented_anew_in_every_epoch():
+def test_wrapped_data_set_is_augmented_anew_in_every_epoch():
     """`set_epoch` would not reach a data set behind a wrapper."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8, generator=generator)
@@ -188,7 +188,7 @@ def build_optimizer(args, net):
 """
 
 
-def test_pitfall_57_groups_from_a_set_are_refused(tmp_path, monkeypatch):
+def test_groups_from_a_set_are_refused(tmp_path, monkeypatch):
     """State dicts number the parameters: in another order each gets another one's momentum."""
     argv = [*task_file(tmp_path, GROUPS), "--epochs", "1"]
     assert single(tmp_path, *argv).code == 0
@@ -212,7 +212,7 @@ class Features(nn.Module):
         return self.head(self.stored["body"])
 
 
-def test_pitfall_62_average_of_a_model_with_closures():
+def test_average_of_a_model_with_closures():
     """In a copy of the model hooks would still write into the original."""
     torch.manual_seed(0)
     net, inputs = Features().requires_grad_(False), torch.ones(3, 2)
