@@ -162,3 +162,27 @@ def test_own_loop_before_and_after(tmp_path):
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], rel=1e-4)
     for name, value in net.items():
         torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------- README.md
+
+
+@pytest.mark.full
+def test_commands_of_the_readme_print_what_it_shows(tmp_path):
+    """Two digits after the point: another CPU rounds in another way. `...` stands for anything."""
+    page, project = (ROOT / "README.md").read_text(), tmp_path / "training"
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(".*", "runs", "tests"))
+    (project / "mine.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    blocks += ["$ bash run.sh ddp 2 --task mine.py --epochs 3\nbest minus_error ...\n"]
+    for part in "".join(blocks).split("$ ")[1:]:
+        command, *lines = part.splitlines()
+        if command.startswith("git clone"):
+            continue
+        options = {"cwd": project, "capture_output": True, "text": True, "timeout": 120}
+        ended = subprocess.run(["bash", "-c", command], **options)
+        assert ended.returncode == 0, ended.stderr
+        for line in lines:
+            wanted = re.escape(line.replace("/home/you", str(tmp_path))).replace(r"\.\.\.", ".*")
+            wanted = re.sub(r"(\d\\\.\d\d)\d*", r"\1\\d*", wanted)
+            assert re.search(f"^{wanted}$", ended.stdout, re.MULTILINE), (line, ended.stdout)
