@@ -105,5 +105,4 @@ def test_default_options_reach_what_plain_torch_reaches_in_the_same_steps(data, 
     with torch.no_grad():
         tokens, following = map(torch.stack, zip(*(val_set[i] for i in range(len(val_set)))))
         plain = F.cross_entropy(net(tokens).flatten(0, 1), following.flatten()).item()
-    print("plain", plain, "reached", reached, "steps", steps)
     assert steps == 390 and 0.25 < reached < 0.33 and reached < 1.05 * plain
