@@ -89,8 +89,8 @@ def test_default_options_reach_what_plain_torch_reaches_in_the_same_steps(data, 
     assert run.code == 0, run.err
     steps, reached = run.eval_lines()[-1]["global_step"], run.eval_lines()[-1]["loss"]
 
-    torch.manual_seed(0)
     args = make_args("single", *map(str, argv))
+    torch.manual_seed(0)
     net, (train_set, val_set) = gpt.build_model(args), gpt.build_datasets(args)
     optimizer = torch.optim.AdamW(net.parameters(), 3e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)

@@ -33,6 +33,16 @@ def test_diff_between_modes_stays_in_its_budget(old, new):
     assert 5 < len(changed_lines(old, new)) <= BUDGETS[old, new]
 
 
+def test_lesson_shows_the_diffs_as_they_are():
+    page = (ROOT / "docs" / "lesson.md").read_text()
+    shown = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    assert shown == changed_lines("single", "ddp")
+    assert f"`diff train_single.py train_ddp.py`, {len(shown)} changed lines" in page
+    for old, new in [*BUDGETS][1:]:
+        count = len(changed_lines(old, new))
+        assert f"| `diff train_{old}.py train_{new}.py` | {count} |" in page
+
+
 def function(mode, name):
     (node,) = [node for node in ast.parse(SCRIPTS[mode]).body if getattr(node, "name", "") == name]
     return ast.get_source_segment(SCRIPTS[mode], node)
