@@ -134,12 +134,12 @@ def count_waits(rank):
     engine.run.Run.batches = watched_batches
 
 
-def test_steps_wait_neither_for_the_device_nor_for_other_ranks(tmp_path):
+def test_steps_wait_for_the_stop_flag_alone(tmp_path):
     argv = [*BASE, "--epochs", "1", "--log-every", "1000"]
     result = train("ddp", 1, *argv, folder=tmp_path, patch=count_waits)
     assert result.code == 0, result.err
     _, *steps = printed(result.out, "waits")  # the first is the start of the run
-    assert steps == [[0, 0]] * 5
+    assert steps == [[1, 0]] * 5
 
 
 def test_one_rank_prints_and_writes(tmp_path):
