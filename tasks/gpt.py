@@ -198,11 +198,8 @@ def main() -> None:
     checkpoint = torch.load(args.file, weights_only=True)
     net = build_model(Namespace(**checkpoint["config"]))
     net.load_state_dict(checkpoint["weights"])
-    if checkpoint["config"]["vocabulary"] == 256:
-        written = generate(net, list(args.word.encode()), args.count)
-        print(bytes(written).decode(errors="replace"))
-    else:  # numbers of a tokenizer, as "17 4 2"
-        print(*generate(net, [int(number) for number in args.word.split()], args.count))
+    written = generate(net, list(args.word.encode()), args.count)
+    print(bytes(written).decode(errors="replace"))
 
 
 if __name__ == "__main__":

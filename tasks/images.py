@@ -61,8 +61,6 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
         fail(f"--dataset {args.dataset} needs --data-dir, the directory of its files")
     if args.dataset == "imagefolder":
         return image_folders(args)
-    if args.image_size:
-        fail(f"--image-size has no effect on --dataset {args.dataset}; leave it out")
     return torchvision_arrays(args)
 
 
