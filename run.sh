@@ -38,7 +38,9 @@ fi
 case $mode in
   compare) exec "$python" "$here/tools/compare" "$@" ;;
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
-  test) cd -- "$here" && exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 "$@" ;;
+  test)
+    cd -- "$here"
+    exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal "$@" ;;
 esac
 
 devices=""

@@ -50,7 +50,9 @@ def per_sample_metrics(outputs, targets):
 """
 
 
-@pytest.mark.parametrize(("mode", "n"), [("single", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("mode", "n"), [("single", 1), pytest.param("fsdp", 2, marks=pytest.mark.full)]
+)
 def test_loader_worker_keeps_no_copy_of_the_network(mode, n, tmp_path):
     """Beside a network of 40 MB it has no more memory than beside one of 64 bytes."""
     largest = {}

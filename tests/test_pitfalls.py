@@ -49,6 +49,7 @@ def count_buckets(rank):
     dist.destroy_process_group = lambda: (print("reduced", len(count)), destroy())
 
 
+@pytest.mark.full
 def test_two_jobs_on_one_machine(tmp_path):
     """They must not meet at one port."""
     jobs = [tmp_path / "0", tmp_path / "1"]

@@ -188,7 +188,7 @@ def test_mode_equals_one_device(options, like, run, bounds, tmp_path):
         del found["evaluation"]
         assert max(found.values()) > 1e-6, "nothing was rounded"
     for name, value in found.items():
-        prove(name, value, bounds[name != "gradients"])
+        prove(f"{name}: {run} is not one device", value, bounds[name != "gradients"])
 
 
 # What all modes share, as the order of samples, augmentation, schedule and average, no comparison of modes

@@ -43,11 +43,12 @@ def test_slices_of_all_ranks_partition_each_micro_batch_of_one_device():
             batch = order[k * batch_size : (k + 1) * batch_size]
             for i, micro_batch in enumerate(np.array_split(batch, accum_steps)):
                 pieces = [own[i] for own in slices]
-                assert [n for piece in pieces for n in piece] == micro_batch.tolist()
+                trained = [n for piece in pieces for n in piece]
+                assert trained == micro_batch.tolist(), "ranks repeat, lose or reorder samples"
                 assert max(map(len, pieces)) - min(map(len, pieces)) <= 1 <= min(map(len, pieces))
         rank, step = world_size - 1, length // batch_size // 2
         rest = steps_of(length, batch_size, rank, step=step, **parts)
-        assert rest == ranks[rank][step:], "a resumed run"
+        assert rest == ranks[rank][step:], "a resumed run trains on other samples"
 
 
 def test_evaluation_batches_are_the_same_at_every_world_size_and_have_each_sample_once():
@@ -58,8 +59,8 @@ def test_evaluation_batches_are_the_same_at_every_world_size_and_have_each_sampl
         for world_size in range(1, 6):
             samplers = [sampling.ShardSampler(length, batch_size, r, world_size) for r in range(world_size)]  # fmt: skip
             shards = [[i for _, i in sampler] for sampler in samplers]
+            assert sum(map(len, shards)) == len(whole), "ranks repeat or lose batches"
             assert [shards[b % world_size][b // world_size] for b in range(len(whole))] == whole
-            assert sum(map(len, shards)) == len(whole)
             assert {len(s) + sampler.missing for s, sampler in zip(shards, samplers)} == {len(shards[0])}  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def goes_on(folder, reference):
 
 
 ALL = [(mode, number) for mode in MODES for number in CODES]
-DEFAULT = [("single", signal.SIGHUP), ("ddp", signal.SIGTERM), ("spawn", signal.SIGUSR1)]
+DEFAULT = [("ddp", signal.SIGTERM), ("spawn", signal.SIGUSR1)]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,8 @@ def per_sample_loss(outputs, targets):
 """
 
 
-@pytest.mark.parametrize(
-    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("single", "spawn"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_rank_that_raises_ends_the_run_with_its_traceback(mode, tmp_path):
     """Its loader workers ignore SIGTERM, by which Python ends its children, and waits for them."""
     with start(mode, tmp_path, text=BROKEN) as run:
