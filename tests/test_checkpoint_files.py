@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from harness import deviation, differences, log_lines, train, walk
+from harness import deviation, log_lines, train, walk
 from single import SMALL, single, task_file
 
 EMA = ["--average", "ema"]
@@ -93,17 +93,6 @@ def test_network_is_in_training_mode_when_it_is_saved(tmp_path):
 # ------------------------------------------------------------------------------ a save that fails
 
 
-def full_at(call, rank):
-    replace, calls = os.replace, itertools.count(1)
-
-    def full(*arguments):
-        if next(calls) >= call:
-            raise OSError(28, "No space left on device")
-        replace(*arguments)
-
-    os.replace = full
-
-
 def kill_at(call, rank):
     replace, calls = os.replace, itertools.count(1)
 
@@ -113,25 +102,6 @@ def kill_at(call, rank):
         replace(*arguments)
 
     os.replace = killed
-
-
-@pytest.mark.parametrize("broken", [full_at, kill_at])
-def test_run_goes_on_from_the_save_before_the_broken_one(broken, tmp_path, finished):
-    """The twelfth file: last.pt in the middle of the second epoch."""
-    argv = [*SMALL, *EMA, "--epochs", "4", "--keep-every", "1", "--lr", "0.05", "--save-every", "2"]
-    ended = train("single", 1, *argv, folder=tmp_path, patch=functools.partial(broken, 7))
-    assert ended.code in (1, -signal.SIGKILL), ended.err
-    assert broken is kill_at or "No space left" in ended.err.splitlines()[-1]
-    kept = ended.checkpoint()
-    assert (kept["epoch"], kept["step"]) == (1, 0)
-    resumed = single(tmp_path, "--resume", "auto")
-    assert resumed.code == 0, resumed.err
-    for name in ("last.pt", "best.pt"):
-        ours, theirs = resumed.checkpoint(name), finished.checkpoint(name)
-        ours["config"] |= {"save_every": None}
-        assert not differences(ours, theirs, name)
-    assert log_lines(resumed.folder) == log_lines(finished.folder)
-    assert not [*resumed.folder.glob(".*")], "no temporary file stays"
 
 
 RUINED = """

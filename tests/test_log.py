@@ -5,7 +5,6 @@ import re
 import sys
 
 import pytest
-import torch
 from harness import log_lines, train
 from single import SMALL, single, task_file
 
@@ -141,20 +140,3 @@ def test_tensorboard_shows_what_the_log_says_also_of_earlier_epochs(tmp_path):
         shown = {entry.step: entry.value for entry in events.Scalars(f"{event}/loss")}
         wanted = {line["global_step"]: line["loss"] for line in of_event(result.lines, event)}
         assert shown == pytest.approx(wanted) and [*shown] == steps
-
-
-def test_line_that_was_half_done_at_a_stop_is_the_same_after_it(tmp_path):
-    """The sums of a line are in the checkpoint."""
-    text = "import os, signal\nCALLS = []\ndef per_sample_loss(outputs, targets):\n    CALLS.append(outputs.requires_grad)\n"
-    text += "    if CALLS[-1] and sum(CALLS) == 9 and STOP:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
-    text += "    return nn.functional.cross_entropy(outputs, targets, reduction='none')\n"
-    results = []
-    for name, stop in (("whole", False), ("stopped", True)):
-        argv = [*task_file(tmp_path, text.replace("STOP", str(stop)), name), "--no-check"]
-        argv += ["--log-every", "5", "--dtype", "float64"]
-        results.append(single(tmp_path / name, *argv))
-    assert results[1].code == 143 and "stopped by SIGTERM after saving step 9" in results[1].err
-    again = single(tmp_path / "stopped", "--resume", "auto")
-    assert again.code == 0 and "resumed" in again.out, again.err
-    assert log_lines(again.folder) == log_lines(results[0].folder)
-    assert torch.equal(*(r.checkpoint()["model"]["head.bias"] for r in (again, results[0])))

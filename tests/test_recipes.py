@@ -54,7 +54,7 @@ def slow_or_not(name):
     return pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
 
 
-@pytest.mark.parametrize("name", map(slow_or_not, sorted(PROGRAMS.keys() - OTHERS)))
+@pytest.mark.parametrize("name", [*map(slow_or_not, sorted(PROGRAMS.keys() - OTHERS))])
 def test_recipe_is_the_same_on_two_devices(name, folder):
     """Those with `loss_weights` also with accumulation, and BatchNorm over all ranks: both must change nothing."""
     for package in NEEDS.get(name, []):

@@ -343,6 +343,7 @@ ENDS = """
 f | plain --timeout 10             | ddp 2 hang 3                   | 1 | Timed out
 f | plain --model unused           | ddp 2                          | 1 | find_unused_parameters=True
   | odd --model ruined --lr 0.05   | ddp 2                          | 1 | step 6 is not saved: not finite: ruined$
+  | everything --save-every 4      | single 1 full 2                | 1 | No space left on device$
   | brought --model hook           | ddp 2                          | 2 | head.weight has a hook, .* use optimizer.register_step_pre_hook
 f | brought --model late-hook      | fsdp 2                         | 2 | head.weight has a hook, .* use optimizer.register_step_pre_hook
 f | state --model held             | fsdp 2                         | 1 | RuntimeError

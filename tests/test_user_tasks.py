@@ -45,11 +45,10 @@ def per_sample_loss(outputs, targets):
     CALLS.append(outputs.requires_grad)
     losses = nn.functional.cross_entropy(outputs, targets, reduction="none")
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
-    hit = outputs.requires_grad and sum(CALLS) in BAD and rank == 1
+    hit = outputs.requires_grad and sum(CALLS) in (1, 4, 5, 18) and rank == 1
     return losses * float("nan") if hit else losses
 """
-SAME = {"an optimizer with groups": GROUPS, "data that are drawn": DRAWN}
-SAME["steps skipped"] = SKIPS.replace("BAD", "(1, 4, 5, 18)")
+SAME = {"an optimizer with groups": GROUPS, "data that are drawn": DRAWN, "steps skipped": SKIPS}
 
 
 def seed_by_rank(rank):
@@ -77,16 +76,6 @@ def test_task_is_the_same_on_three_ranks(name, tmp_path):
         groups = one.checkpoint()["optimizer"]["param_groups"]
         assert [group["initial_lr"] for group in groups] == pytest.approx([0.02, 0.002])
         assert groups[0]["weight_decay"] == 0.1
-
-
-def test_ten_skipped_steps_in_a_row_end_the_run_and_the_last_good_file_stays(tmp_path):
-    argv = [*task_file(tmp_path, NET + SKIPS.replace("BAD", "range(10, 99)")), *FLOAT64]
-    for mode, n in (("single", 1), ("ddp", 2)):
-        result = train(mode, n, *argv, folder=tmp_path / mode)
-        assert result.code == 1 and "diverged" in result.err, result.err
-        assert result.train_lines()[-1]["global_step"] == 19, "nine good ones, and ten"
-        saved = result.checkpoint()["model"].values()
-        assert all(tensor.isfinite().all() for tensor in saved)
 
 
 TYPES = """
