@@ -40,7 +40,8 @@ case $mode in
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
   test)
     cd -- "$here"
-    exec "$python" -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal "$@" ;;
+    export PYTHONDONTWRITEBYTECODE=1 # no file is left here
+    exec "$python" -m pytest -p no:cacheprovider -n auto --maxprocesses=8 --dist=worksteal "$@" ;;
 esac
 
 devices=""
