@@ -216,8 +216,11 @@ def rank_of_run(
     if patch:
         patch(rank)
     if mode == "spawn":
-        args = parse_args("spawn", ["--nproc", str(world_size), *argv])
-        return script.worker(rank, args, f"file://{meeting_point}")
+        machines = 2 if world_size == 4 else 1
+        here = world_size // machines
+        place = f"--nproc {here} --nnodes {machines} --node-rank {rank // here} --dist-url none"
+        args = parse_args("spawn", [*place.split(), *argv])
+        return script.worker(rank % here, args, f"file://{meeting_point}")
     options = {"init_method": f"file://{meeting_point}", "rank": rank, "world_size": world_size}
     dist.init_process_group = functools.partial(dist.init_process_group, **options)
     return script.main(argv)

@@ -162,7 +162,7 @@ def run_sh(folder, *words):
     [
         ("fdsp 2", "unknown mode 'fdsp'; use single, dp, ddp, spawn, fsdp"),
         ("ddp a[$(touch owned)]", "N = a[$(touch owned)]: must be a whole number"),
-        ("ddp 2 --batch-size 1 --device cpu", "train_ddp.py: error: --batch-size 1"),
+        *((f"{mode} 3 --batch-size 2 --device cpu", f"train_{mode}.py: error: --batch-size 2: 3 devices x") for mode in ("dp", "ddp", "spawn")),
         pytest.param("fsdp 2 --amp fp16 --device cpu", "train_fsdp.py: error: --amp fp16", marks=pytest.mark.full),
         pytest.param("spawn 2 --lr fast", "train_spawn.py: error: ", marks=pytest.mark.full),
     ],

@@ -19,7 +19,6 @@ from sampling import GlobalBatchSampler, build_loader
 from tasks.images import ImagesInMemory
 
 
-@pytest.mark.full
 def test_ranks_reduce_once_a_step(tmp_path):
     """Without no_sync DDP sends all gradients in every micro-batch."""
     argv = [*BASE, "--epochs", "1", "--accum-steps", "4"]

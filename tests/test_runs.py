@@ -5,8 +5,9 @@ SEEN      what all modes share is what it was in earlier versions
 RESUMED   a run that ends early, and goes on, leaves what an undisturbed run leaves
 ENDS      exit code and last words of runs that cannot end well
 
-A run is `MODE N`, options of its own, and events (patches.EVENTS): `ddp 2 stop 9`. Options begin with
-the name of a task, or of one of SETTINGS. `-m full` tries the other modes and rows too.
+A run is `MODE N`, options of its own, and events (patches.EVENTS): `ddp 2 stop 9`. `spawn 4` is two
+machines. Options begin with the name of a task, or of one of SETTINGS. `-m full` tries the other modes
+and rows too.
 """
 
 import functools
@@ -106,7 +107,7 @@ clipping, accumulation 3               | digits + --clip-grad-norm 0.5 --accum-s
 frozen layers, AdamW, accumulation 2   | digits + --freeze head.* --optimizer adamw --lr 0.005 --accum-steps 2 | one | ddp 2
 constant after a warm-up               | digits + --warmup-epochs 2                           | one    |
 cosine to a tenth                      | digits + --schedule cosine --final-lr 0.1            | one    | dp 2
-step after a warm-up                   | digits + --schedule step --step-epochs 1 2 --step-gamma 0.3 | one | spawn 2
+step after a warm-up                   | digits + --schedule step --step-epochs 1 2 --step-gamma 0.3 | one | spawn 4
 cyclic after a warm-up                 | digits + --schedule cyclic --step-epochs 2 --warmup-epochs 1 | one | dp 2
 saw-tooth after a warm-up              | digits + --schedule sawtooth --step-epochs 2 --warmup-epochs 1 | one | dp 2
 batch of 31, a prime                   | digits + --batch-size 31                             | one    | dp 3
