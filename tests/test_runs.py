@@ -199,7 +199,7 @@ digits --schedule cosine --weight-decay 0.01 | 2.321456 2.058494 2.042229 1.8086
 balanced --average ema --optimizer adamw --lr 0.005 | 2.290709 2.155475 2.054987 1.885086 1.854546 1.684283
 everything --average none --accum-steps 2 --seed 3 | 2.684739 2.140522 2.28827 1.744917 1.991616 1.654039
 digits --freeze head.* --clip-grad-norm 0.5 --schedule sawtooth --step-epochs 1 | 2.34009 2.24225 2.258415 2.167546 2.199746 2.101607
-digits --schedule cyclic --step-epochs 2 --optimizer adamw --lr 0.005 | 2.347043 2.241124 2.205527 2.015079 2.029799 1.897755
+digits --schedule cyclic --step-epochs 2 --optimizer adamw --lr 0.005 --momentum 0.8 | 2.347703 2.2421 2.204578 1.978049 2.001743 1.85289
 digits --schedule step --step-epochs 1 2 --step-gamma 0.3 --momentum 0.5 --seed 5 | 2.41958 2.193889 2.175287 2.113636 2.12595 2.094424
 sentences | 4.293836 4.939483 3.808842 5.396994 3.299386 5.292119 2.981478 5.260755 2.789492 5.249768
 """
