@@ -134,14 +134,14 @@ a mean over valid pixels, accumulation 3 | pixels + --accum-steps 3             
 lists of boxes, accumulation 3         | boxes + --accum-steps 3                              | plain  | ddp 3   | ddp spawn fsdp
 graphs, accumulation 3                 | graphs + --accum-steps 3                             | plain  |         | ddp spawn fsdp
 an LSTM on packed sequences            | packed                                               | one    | ddp 2   | ddp spawn fsdp
-samples compared                       | contrast                                             | one    | fsdp 2  | ddp spawn fsdp
+samples compared                       | contrast                                             | one    |         | ddp spawn fsdp
 samples compared, accumulation 3       | contrast + --accum-steps 3                           | one    | ddp 3   | ddp spawn fsdp
 a language model                       | gpt                                                  | one    | ddp 4
 a language model, clipping, accumulation 3 | gpt + --clip-grad-norm 1 --accum-steps 3         | one    |
 dropout                                | dropout                                              | pieces | dp 3
 dropout, accumulation 2                | dropout --accum-steps 2                              | pieces | ddp 3
-BatchNorm per replica                  | batchnorm                                            | pieces | dp 3, ddp 3
-BatchNorm per replica, EMA             | batchnorm --average ema                              | pieces | spawn 2
+BatchNorm per replica                  | batchnorm                                            | pieces | dp 3, spawn 2
+BatchNorm per replica, EMA             | batchnorm --average ema                              | pieces | ddp 3
 synchronised BatchNorm, batch of 31    | batchnorm --batch-size 31                            | whole  |         | ddp spawn fsdp
 synchronised BatchNorm, AdamW, EMA     | batchnorm --optimizer adamw --lr 0.005 --average ema | whole  |         | ddp spawn fsdp
 synchronised BatchNorm, accumulation 2 | batchnorm --accum-steps 2                            | whole  | ddp 3   | ddp spawn fsdp
@@ -231,7 +231,7 @@ RESUMED = f"""
   | everything                     | ddp 2 stop 9; ddp 2
 f | everything                     | dp 2 stop 6; dp 2
 f | everything                     | spawn 3 stop 9; spawn 3
-f | everything                     | fsdp 2 int 9; fsdp 2
+  | everything                     | fsdp 2 int 9; fsdp 2
   | everything                     | ddp 2 usr1 2 ; ddp 2 hup 5; ddp 2
   | {MANY}                         | single 1 stop 10; single 1
 f | {MANY}                         | ddp 2 stop 10; ddp 2
@@ -251,7 +251,7 @@ f | brought --model groups         | single 1 stop 9; fsdp 2
 f | everything                     | fsdp 3 --shards stop 9; fsdp 3
 f | {ADAM}                         | fsdp 3 --shards stop 5; fsdp 2 stop 3; fsdp 4
   | {SAVES}                        | single 1 kill 3 saved 0.0; single 1
-  | {SAVES}                        | single 1 kill 10 saved 0.6; single 1
+  | {SAVES}                        | single 1 kill 12 saved 0.6; single 1
 f | {SAVES}                        | ddp 2 kill 16 saved 1.2; ddp 2
 f | {SAVES}                        | fsdp 2 --shards kill 6 saved 0.0; fsdp 2 --shards
 f | {SAVES}                        | fsdp 2 --shards kill 3.1 saved 0.4; fsdp 2
