@@ -235,7 +235,7 @@ f | everything                     | spawn 3 stop 9; spawn 3
   | everything                     | ddp 2 usr1 2 ; ddp 2 hup 5; ddp 2
   | {MANY}                         | single 1 stop 10; single 1
 f | {MANY}                         | ddp 2 stop 10; ddp 2
-  | {HALF}                         | single 1 stop 5; single 1
+  | {HALF}                         | single 1 nan 2 stop 5; single 1
   | plain --log-every 4            | ddp 2 stop 8; single 1
 f | plain                          | ddp 4 stop 8; fsdp 3
 f | plain                          | fsdp 3 stop 8; spawn 2
