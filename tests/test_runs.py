@@ -147,6 +147,7 @@ synchronised BatchNorm, AdamW, EMA     | batchnorm --optimizer adamw --lr 0.005 
 synchronised BatchNorm, accumulation 2 | batchnorm --accum-steps 2                            | whole  | ddp 3   | ddp spawn fsdp
 numbers drawn in an evaluation         | noise                                                | one    | ddp 3
 computed in bf16 (AMP)                 | digits --momentum 0 --dtype float32 + --amp bf16     | one    | ddp 2   | | 2e-2 6e-2
+clipped in fp16 (AMP)                  | digits --momentum 0 --dtype float32 --clip-grad-norm 0.5 + --amp fp16 | one | ddp 2 | dp ddp spawn | 2e-2 6e-2
 """
 MODES = ["dp 3", "ddp 4", "spawn 2", "fsdp 3"]
 OWN = {"whole": ["--sync-bn"], "scaled": ["--scale-lr", "linear"]}  # of the run that is compared
@@ -228,7 +229,7 @@ SAVES = "everything --save-every 4 --keep-every 2"
 # f: with -m full.
 RESUMED = f"""
   | everything                     | single 1 stop 9; single 1
-  | everything                     | ddp 2 stop 9; ddp 2
+  | everything                     | ddp 3 stop 9; ddp 3
 f | everything                     | dp 2 stop 6; dp 2
 f | everything                     | spawn 3 stop 9; spawn 3
   | everything                     | fsdp 2 int 9; fsdp 2
