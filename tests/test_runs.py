@@ -147,7 +147,7 @@ synchronised BatchNorm, AdamW, EMA     | batchnorm --optimizer adamw --lr 0.005 
 synchronised BatchNorm, accumulation 2 | batchnorm --accum-steps 2                            | whole  | ddp 3   | ddp spawn fsdp
 numbers drawn in an evaluation         | noise                                                | one    | ddp 3
 computed in bf16 (AMP)                 | digits --momentum 0 --dtype float32 + --amp bf16     | one    | ddp 2   | | 2e-2 6e-2
-clipped in fp16 (AMP)                  | digits --momentum 0 --dtype float32 --clip-grad-norm 0.5 + --amp fp16 | one | ddp 2 | dp ddp spawn | 2e-2 6e-2
+clipped in fp16 (AMP)                  | digits --momentum 0 --dtype float32 --clip-grad-norm 2 + --amp fp16 | one | ddp 2 | dp ddp spawn | 2e-2 6e-2
 """
 MODES = ["dp 3", "ddp 4", "spawn 2", "fsdp 3"]
 OWN = {"whole": ["--sync-bn"], "scaled": ["--scale-lr", "linear"]}  # of the run that is compared
