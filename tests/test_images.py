@@ -252,7 +252,7 @@ def test_pretrained_weights_are_those_of_torchvision(tmp_path, monkeypatch, caps
         assert net.weight.equal(trained.weight) == same
 
 
-def test_label_smoothing_reaches_the_loss_and_it_trains_alike_in_two_modes(tmp_path):
+def test_label_smoothing_reaches_the_loss():
     outputs = torch.randn(5, 10, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 3, 3, 9, 1])
     logs = outputs.log_softmax(1)
@@ -260,6 +260,10 @@ def test_label_smoothing_reaches_the_loss_and_it_trains_alike_in_two_modes(tmp_p
         losses = images.per_sample_loss(outputs, targets, label_smoothing=smoothing)
         expected = -(1 - smoothing) * logs[torch.arange(5), targets] - smoothing * logs.mean(1)
         assert torch.allclose(losses, expected, atol=1e-6)
+
+
+@pytest.mark.full
+def test_images_train_alike_in_two_modes(tmp_path):
     image_tree(tmp_path, noise(12, 3, 8, 8))
     argv = "--task images --image-size 8 --batch-size 6 --workers 0 --epochs 1 --device cpu".split()
     argv += ["--data-dir", tmp_path, "--dtype", "float64", "--sync-bn"]

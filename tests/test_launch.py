@@ -95,6 +95,26 @@ def test_words_of_run_sh_itself(arguments, tmp_path):
         assert finished.stderr.count("\n") == 1
 
 
+NAMES = """it's "$HOME" $(touch owned) `touch owned` ; touch owned & * \\ -x"""
+STARTED = {
+    ("single", "--freeze", NAMES, "*", ""): ["train_single.py", "--freeze", NAMES, "*", ""],
+    ("dp", "3", "--lr", "1"): ["train_dp.py", "--replicas", "3", "--lr", "1"],
+    ("spawn", "3"): ["train_spawn.py", "--nproc", "3"],
+    ("ddp", "3", "--lr", "1"): ["engine/launch.py", "ddp", "3", "--lr", "1"],
+    ("fsdp", "--lr", "1"): ["engine/launch.py", "fsdp", "auto", "--lr", "1"],
+}
+
+
+@pytest.mark.parametrize("words", STARTED, ids=lambda words: words[0])
+def test_what_run_sh_starts(words, tmp_path):
+    """With a Python that prints what it is called with, one word a line."""
+    (python := tmp_path / "python3").write_text('#!/bin/sh\n[ "$1" = -c ] || printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    finished = run_sh(*words, cwd=tmp_path, python=str(python))
+    assert finished.stdout.split("\n")[:-1] == [f"{ROOT}/{STARTED[words][0]}", *STARTED[words][1:]]
+    assert [*tmp_path.iterdir()] == [python]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("tee", [False, True])
 def test_someone_who_watches_gets_a_progress_bar_and_the_lines(tee, tmp_path):

@@ -145,6 +145,7 @@ def test_digits_of_a_trained_diffusion_are_printed(folder):
     assert len(lines) == 8 and {len(line) for line in lines} == {64} and "@" in result.stdout
 
 
+@pytest.mark.full
 def test_lora_trains_adapters_alone_and_merges_them(folder):
     """From a base that was trained; stopped and resumed; merged into weights of the base's network."""
     assert single(folder, "--task", folder / "vectors.py", *OPTIONS).code == 0

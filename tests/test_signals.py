@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from harness import deviation
+from harness import deviation, single_run
 from launches import ROOT, Launch, send
 
 import train_single
@@ -35,12 +35,10 @@ def start(mode, folder, *options, pause="0.2", text=TASK, before=()):
     return Launch(command, folder, "--task", str(folder / "slow.py"), *options, PAUSE=pause)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
+@pytest.fixture
+def reference():
     """The weights of the undisturbed run on one device."""
-    folder = tmp_path_factory.mktemp("reference")
-    assert train_single.main([*OPTIONS, "--output-dir", str(folder)]) == 0
-    return torch.load(folder / "last.pt", weights_only=True)["model"]
+    return single_run(*OPTIONS).checkpoint()["model"]
 
 
 def goes_on(folder, reference):
@@ -126,7 +124,8 @@ def test_rank_that_raises_ends_the_run_with_its_traceback(mode, tmp_path):
         assert run.errors().count("in broken\n") == 1, "of the rank that failed first"
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("spawn", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["ddp", "spawn"])
 def test_what_ranks_refuse_is_one_line(mode, tmp_path):
     with start(mode, tmp_path, "--freeze", "nothing") as run:
         assert run.end() == 2
