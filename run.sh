@@ -36,7 +36,7 @@ if lacks "$python"; then
   fi
 fi
 case $mode in
-  compare) exec "$python" "$here/tools/compare" "$@" ;;
+  compare) exec "$python" "$here/compare/samerun" "$@" ;;
   plot | bench) exec "$python" "$here/tools/$mode.py" "$@" ;;
   test)
     cd -- "$here"

@@ -1,121 +1,41 @@
-"""tools/compare: equal runs are called the same, and a planted fault is named by its cause.
-
-The commands are those of a user, but for one thing: a rank is a fork of a process that has imported
-torch (`Ranks`). A run that was made before, with the same command and plan, is copied.
-"""
+"""samerun: equal runs are called the same, and a planted fault is named by its cause."""
 
 import contextlib
-import functools
-import importlib
 import json
 import os
 import re
-import runpy
-import shutil
-import socketserver
+import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, TASKS, run_processes
-from launches import free_port
 
-from tools.compare import same_run
-from tools.compare.compare import CannotRun, main
+from samerun import CannotSay, same_run
+from samerun.command_line import main
 
-OBSERVER = ROOT / "tools" / "compare" / "observer"
-CLIENT = """
-import json, os, socket, sys
-with socket.socket(socket.AF_UNIX) as server:
-    server.connect(sys.argv[1])
-    server.sendall(json.dumps([sys.argv[2:], os.environ.get("COMPARE_DIR", "")]).encode() + b"\\n")
-    code, text = json.loads(server.makefile().readline())
-print(text)
-sys.exit(code)
-"""
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PLANTED = HERE / "planted.py"
 
 
-def be_rank(rank, world, port, folder, script, arguments):
-    """Run a script as one rank, under the observer if there is a folder for it."""
-    if world > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if folder:
-        os.environ.update(COMPARE_DIR=folder, PYTHONPATH=str(OBSERVER))
-        sys.path.insert(1, str(OBSERVER))
-        importlib.import_module("compare_observer").install()
-    os.chdir(ROOT)
-    sys.path.insert(0, str(Path(script).parent))
-    sys.argv = [script, *arguments]
-    runpy.run_path(script, run_name="__main__")
+def command(world, script, arguments=""):
+    """Return the command of a script on so many ranks."""
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {world} "
+    return f"{sys.executable} {torchrun * (world > 1)}{script} {arguments}"
 
 
-class Ranks(socketserver.StreamRequestHandler):
-    """Start the ranks of a command, and answer with exit code and output; or copy an earlier run."""
-
-    def handle(self):
-        (world, script, *arguments), folder = json.loads(self.rfile.readline())
-        plan = Path(folder, "plan.json").read_text() if folder else ""
-        kept = self.server.made.get((world, script, *arguments, plan))
-        if kept:
-            shutil.copytree(kept, folder, dirs_exist_ok=True)
-            answer = 0, ""
-        else:
-            answer = self.start(int(world), script, arguments, folder)
-        if folder and answer[0] == 0 and not kept:
-            kept = self.server.folder / f"run{len(self.server.made)}"
-            shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("log", "plan.json"))
-            self.server.made[(world, script, *arguments, plan)] = kept
-        with contextlib.suppress(BrokenPipeError):  # the command was killed
-            self.wfile.write(json.dumps(answer).encode() + b"\n")
-
-    def start(self, world, script, arguments, folder):
-        shared = {"world": world, "port": free_port(), "folder": folder}
-        shared |= {"script": script, "arguments": arguments}
-        ranks = [functools.partial(be_rank, rank, **shared) for rank in range(world)]
-        out = self.server.folder / f"out{threading.get_ident()}"
-        out.mkdir(exist_ok=True)
-        results = run_processes(ranks, out, timeout=100)
-        return max(abs(code) for code, *_ in results), "".join(o + e for _, o, e in results)
-
-
-@pytest.fixture(scope="module")
-def command(tmp_path_factory):
-    """Return a function that makes the command of a script on so many ranks."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "client.py").write_text(CLIENT)
-    with socketserver.UnixStreamServer(str(folder / "socket"), Ranks) as server:
-        server.folder, server.made = folder, {}  # {(words of the command, plan): folder}
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-
-        def make(world, script, arguments=""):
-            client = f"{sys.executable} -I -S {folder}/client.py {folder}/socket"
-            return f"{client} {world} {script} {arguments}"
-
-        yield make
-        server.shutdown()
-
-
-@pytest.fixture
-def verdict(command):
-    """Return a function that compares planted.py on one rank with a fault of it on two."""
-
-    def compare(fault, both="", world=2, **options):
-        a = command(1, TASKS / "planted.py", f"none {both}")
-        b = command(world, TASKS / "planted.py", f"{fault} {both}")
-        return report(a, b, **options)
-
-    return compare
+def verdict(fault, both="", world=2):
+    """Compare planted.py on one rank with a fault of it on two."""
+    return report(command(1, PLANTED, f"none {both}"), command(world, PLANTED, f"{fault} {both}"))
 
 
 def report(a, b, **options):
     """Return the lines that a user reads."""
     try:
         return same_run(a, b, **options).lines
-    except AssertionError as error:
+    except (AssertionError, CannotSay) as error:
         return str(error).splitlines()
 
 
@@ -123,11 +43,9 @@ def report(a, b, **options):
 
 
 @pytest.mark.full
-def test_the_observer_changes_no_bit(command, tmp_path):
+def test_the_observer_changes_no_bit(tmp_path):
     arguments = "none --norm batch --dropout 0.2 --augment --accum 2 --save"
-    a, b, plain = (
-        command(2, TASKS / "planted.py", f"{arguments} {tmp_path}/{n}.pt") for n in ("a", "b", "c")
-    )
+    a, b, plain = (command(2, PLANTED, f"{arguments} {tmp_path}/{n}.pt") for n in ("a", "b", "c"))
     same_run(a, b, steps=1000)
     subprocess.run(plain.split(), check=True)
     watched, unwatched = torch.load(tmp_path / "b.pt"), torch.load(tmp_path / "c.pt")
@@ -150,20 +68,20 @@ EQUAL = [
 
 
 def check_same(lines, both=""):
-    assert lines[0] == "THE SAME TRAINING RUN", lines
+    assert lines[0].startswith("THE SAME TRAINING RUN in "), lines
     [apart] = re.findall(r"the weights agree to (\S+),", "\n".join(lines))
     assert float(apart) < (1e-13 if "float64" in both else 1e-5)
 
 
 @pytest.mark.planted
 @pytest.mark.parametrize("both", EQUAL)
-def test_equal_runs_are_called_the_same(both, verdict):
+def test_equal_runs_are_called_the_same(both):
     check_same(verdict("none", both), both)
 
 
 @pytest.mark.planted
 @pytest.mark.parametrize("fault, both", [("none", "--accum 2"), ("no-sync-never", "--accum 2")])
-def test_four_ranks_are_the_same_run(fault, both, verdict):
+def test_four_ranks_are_the_same_run(fault, both):
     check_same(verdict(fault, both, world=4))
 
 
@@ -177,7 +95,7 @@ MODES = {
 
 @pytest.mark.planted
 @pytest.mark.parametrize("mode", MODES)
-def test_modes_are_the_same_run(mode, command):
+def test_modes_are_the_same_run(mode):
     world, script, arguments = MODES[mode]
     out = "--device cpu --dtype float64 --accum-steps 2"
     a = command(1, ROOT / "train_single.py", out)
@@ -186,7 +104,7 @@ def test_modes_are_the_same_run(mode, command):
 
 
 @pytest.mark.planted
-def test_examples_on_one_page_are_the_same_run(command):
+def test_examples_on_one_page_are_the_same_run():
     a, b = (
         command(n, ROOT / "examples" / f"minimal_{mode}.py", "2 {dir}/out.pt")
         for n, mode in ((1, "single"), (2, "ddp"))
@@ -257,7 +175,7 @@ QUICK = ["sum-of-ranks", "past-the-wrapper", "set-epoch"]
     "fault, both, cause, words",
     [pytest.param(*row, marks=[pytest.mark.planted] * (row[0] not in QUICK)) for row in FAULTS],
 )
-def test_a_planted_fault_is_named(fault, both, cause, words, verdict):
+def test_a_planted_fault_is_named(fault, both, cause, words):
     lines = verdict(fault, both)
     assert lines[0].startswith("NOT THE SAME TRAINING RUN"), lines
     assert re.match(rf"1\. {re.escape(cause)}(, at step \d+)?: ", lines[1]), lines
@@ -279,14 +197,14 @@ BEHIND = [  # causes, each behind the one before, and what is made even at the e
 
 @pytest.mark.planted
 @pytest.mark.parametrize("fault, both, causes, even", BEHIND)
-def test_causes_behind_causes_are_found(fault, both, causes, even, verdict):
+def test_causes_behind_causes_are_found(fault, both, causes, even):
     lines = verdict(fault, both)
     assert re.findall(r"^\d\. ([^:,]+)", "\n".join(lines), re.M) == causes, lines
     assert any(line.startswith(f"With {even} made even nothing else differs") for line in lines)
 
 
 @pytest.mark.planted
-def test_the_cause_that_hides_the_rest_is_named(verdict):
+def test_the_cause_that_hides_the_rest_is_named():
     """It is the first one here; the second one could be made even, and was."""
     lines = verdict("past-the-wrapper", "--augment")
     assert re.findall(r"^\d\. ([^:,]+)", "\n".join(lines), re.M)[0] == "past the wrapper", lines
@@ -295,11 +213,10 @@ def test_the_cause_that_hides_the_rest_is_named(verdict):
 
 
 @pytest.mark.planted
-def test_the_cause_on_the_other_side_is_named_too(command):
-    planted = TASKS / "planted.py"
+def test_the_cause_on_the_other_side_is_named_too():
     for fault, text in (("past-the-wrapper", "1. past the wrapper, at step 1: A: the 2 processes"),
                         ("loss-sum", "1. loss is a sum, at step 1: A's gradient is 16 times B's")):  # fmt: skip
-        assert report(command(2, planted, fault), command(1, planted, "none"))[1].startswith(text)
+        assert report(command(2, PLANTED, fault), command(1, PLANTED, "none"))[1].startswith(text)
 
 
 # ---- commands that do not train as expected ------------------------------------------------------
@@ -320,10 +237,10 @@ STRANGE = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.planted] * (n != "late crash")) for n in STRANGE]
 )
-def test_a_command_that_cannot_run_is_said(name, command, tmp_path):
+def test_a_command_that_cannot_run_is_said(name, tmp_path):
     text, words = STRANGE[name]
     (tmp_path / "script.py").write_text(HEAD + text)
-    with pytest.raises(CannotRun, match=r"^A") as error:
+    with pytest.raises(CannotSay, match=r"^A") as error:
         same_run(command(1, tmp_path / "script.py"), "true")
     assert words in str(error.value)
 
@@ -388,19 +305,18 @@ UNUSUAL = {
 
 @pytest.mark.planted
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_an_unusual_script_is_the_same_as_itself(name, command, tmp_path, capsys):
+def test_an_unusual_script_is_the_same_as_itself(name, tmp_path, capsys):
     text = HEAD + UNUSUAL[name]
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "other.py").write_text(text.replace("0.01", "0.02").replace("0.1", "0.2"))
     one, other = (command(1, tmp_path / f"{n}.py") for n in ("script", "other"))
     if name == "compile":  # is switched off by a variable that torch reads when it is imported
         one, other = (f"{sys.executable} {tmp_path}/{n}.py" for n in ("script", "other"))
-    files = ["--json", f"{tmp_path}/result.json", "--plot", f"{tmp_path}/picture.svg"]
+    files = ["--json", f"{tmp_path}/result.json"]
     assert main([one, one, *files]) == 0
     printed = capsys.readouterr().out
     assert ("what compiled code does" in printed) == (name == "compile")
     assert json.loads((tmp_path / "result.json").read_text())["same"] is True
-    assert (tmp_path / "picture.svg").read_text().startswith("<svg")
     if name != "compile":  # whose processes each import torch
         assert main([one, other]) == 1
         assert "learning rate" in capsys.readouterr().out
@@ -486,7 +402,7 @@ PUBLIC = {
 
 @pytest.mark.planted
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_public_programs_do_is_judged_rightly(name, command, tmp_path, capsys):
+def test_what_public_programs_do_is_judged_rightly(name, tmp_path, capsys):
     text, *sides, cause = PUBLIC[name]
     (tmp_path / "script.py").write_text(START + text)
     one, other = (command(n, tmp_path / "script.py", f"{i} {j}") for n, i, j in sides)

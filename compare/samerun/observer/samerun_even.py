@@ -1,4 +1,4 @@
-"""What compare can make even in both commands, to see what else differs. It runs in the programs.
+"""What samerun can make even in both commands, to see what else differs. It runs in the programs.
 
 seed        torch, NumPy and random start from seed 0: for a script that sets no seed
 weights     the networks of B begin with the weights and buffers of A
@@ -9,6 +9,7 @@ batchnorm   each sample is normalized by itself, so that no sample sees another 
 settings    the groups of B's optimizer have the values of A's, step by step
 gradient    B's gradient is divided by this factor before the step
 float64     the default dtype
+keep        A's weights are written to a file, for B
 """
 
 import os
@@ -90,20 +91,31 @@ def network(module, number, even, folder, rank, place):
         for mine, other in zip(tensors, kept):
             offset, part, _ = place(mine)
             part.copy_(other.flatten()[offset : offset + part.numel()].view(part.shape))
-    elif rank == 0 and not any(hasattr(t, "placements") for t in tensors):  # shards
+    elif "keep" in even and number and rank == 0 and not any(map(is_shard, tensors)):
         torch.save(tensors, f"{folder}/weights-{number}.pt")
     for layer in module.modules():
         if "dropout" in even and drops(layer):
-            setattr(layer, "p" if hasattr(layer, "p") else "drop_prob", 0.0)
+            for name in (
+                "p",
+                "drop_prob",
+                "dropout",
+            ):  # nn.MultiheadAttention and nn.LSTM have the last
+                if isinstance(getattr(layer, name, None), float):
+                    setattr(layer, name, 0.0)
         if "batchnorm" in even and "BatchNorm" in type(layer).__name__:
             layer.forward = lambda x, m=layer: functional.group_norm(x, 1, m.weight, m.bias, m.eps)
+
+
+def is_shard(tensor):
+    return hasattr(tensor, "placements")
 
 
 def drops(layer):
     """Return the share that a layer of this kind drops: dropout, stochastic depth."""
     kind = type(layer).__name__
-    known = "Dropout" in kind or kind in ("DropPath", "StochasticDepth")
-    return known and (getattr(layer, "p", 0) or getattr(layer, "drop_prob", 0))
+    if "Dropout" in kind or kind in ("DropPath", "StochasticDepth"):
+        return getattr(layer, "p", 0) or getattr(layer, "drop_prob", 0)
+    return layer.dropout if isinstance(getattr(layer, "dropout", None), float) else 0
 
 
 def shake(module, place):
