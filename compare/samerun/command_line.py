@@ -13,30 +13,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from samerun.compare import Result, compare
+from samerun.compare import compare
 from samerun.running import CannotSay
 
 NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # see samerun_even.py
-
-
-def draw(result: Result, path: str) -> None:
-    """Save how far the weights of B are from those of A, step by step, as SVG."""
-    values = [d for d in (*result.deviations, *result.noise) if 0 < d < np.inf] or [1e-16]
-    low, high = np.floor(np.log10(min(values))), np.floor(np.log10(max(values))) + 1
-    steps = len(result.deviations)
-    body = f'<text x="5" y="24">1e{high:.0f}</text><text x="5" y="274">1e{low:.0f}</text>'
-    body += f'<text x="60" y="300">steps 1 to {steps}; blue: B from A, grey: roundings alone</text>'
-    for line, colour in ((result.noise, "#999"), (result.deviations, "#06c")):
-        points = [
-            f"{60 + 520 * k / steps:.0f},{20 + 250 * (high - np.log10(d)) / (high - low):.0f}"
-            for k, d in enumerate(line)
-            if 0 < d < np.inf
-        ]
-        body += f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"/>'
-    size = 'width="600" height="310" font-family="sans-serif" font-size="12"'
-    Path(path).write_text(f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{body}</svg>\n')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     option("--timeout", type=float, default=600, help="seconds that a run may take")
     option("--fresh", action="store_true", help="start each process anew, as by hand: slower")
     option("--json", metavar="FILE", help="write the result as JSON")
-    option("--plot", metavar="FILE", help="draw how far B is from A, step by step, as SVG")
     args = parser.parse_args(argv)
     names = [n for n in args.even.split(",") if n]
     if wrong := [n for n in names if n not in NAMES]:
@@ -71,12 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         signal.signal(signal.SIGTERM, before)
-    colour = {True: "\033[1;32m", False: "\033[1;31m", None: "\033[1;33m"}[result.same]
-    if not sys.stdout.isatty():
-        colour = ""
-    print(colour + result.lines[0] + "\033[0m" * bool(colour), *result.lines[1:], sep="\n")
+    print(*result.lines, sep="\n")
     if args.json:
         Path(args.json).write_text(json.dumps(asdict(result), indent=1, default=str))
-    if args.plot:
-        draw(result, args.plot)
     return {True: 0, False: 1, None: 2}[result.same]

@@ -22,7 +22,6 @@ FEWEST = 5  # steps, for a verdict
 class Result:
     same: bool | None  # None: cannot say
     causes: list
-    notes: list
     doubts: list  # why it cannot be called the same, with what to do
     deviations: list  # of the weights, by step
     noise: list  # deviations of A with another last bit
@@ -42,7 +41,7 @@ def compare(
 ) -> Result:
     """Run both commands until nothing else differs, or nothing more can be seen."""
     even = dict.fromkeys([*even_names, *["float64"] * float64], True)
-    found, notes = {}, {}
+    found = {}
     made, weights = {}, {}  # runs by letter, shake and plan; and the directory that has A's weights
 
     def run(letter: str, shake: bool = False) -> Run:
@@ -71,15 +70,13 @@ def compare(
             limits = Limits(a, again)
             a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
             new = causes.diagnose(a, b, again, limits, even)
-            notes |= {c.name: c for c in new if c.note}
-            new = [c for c in new if c.name not in notes]
             found |= {c.name: c for c in new if c.name not in found}
             remedies = {k: v for c in new for k, v in c.even.items() if k not in even}
             if not remedies:
                 break
             even |= remedies
     far, noise = zip(*(apart(a, b, limits, k) for k in range(min(a.steps, b.steps))))
-    result = Result(False, list(found.values()), list(notes.values()), [], list(far), list(noise))
+    result = Result(False, list(found.values()), [], list(far), list(noise))
     if not found.keys() - {causes.NO_SEED}:
         result.doubts = doubts(result, a, b, limits)
         result.same = None if result.doubts else True
@@ -97,9 +94,9 @@ def apart(a: Run, b: Run, limits: Limits, k: int) -> tuple[float, float]:
 
 def doubts(result: Result, a: Run, b: Run, limits: Limits) -> list[tuple[str, str]]:
     """Return why two runs in which nothing differs are not called the same, and what to do."""
-    found, steps = [], min(a.steps, b.steps)
     for cause in result.causes:  # no seed
-        found.append((f"{cause.text}; {cause.why}", "set a seed, or give --even seed"))
+        return [(f"{cause.text}; {cause.why}", "set a seed, or give --even seed")]
+    found, steps = [], min(a.steps, b.steps)
     if steps < FEWEST:
         todo = "--float64, or weights of another seed: roundings grow too fast"
         if steps == min(a.made, b.made):
@@ -110,7 +107,8 @@ def doubts(result: Result, a: Run, b: Run, limits: Limits) -> list[tuple[str, st
             names = ", ".join(list(unseen)[:3])
             text = f"{run.letter}: {len(unseen)} of {len(run.held())} tensors of the optimizer are "
             text += f"not seen: {next(iter(unseen.values()))} ({names})"
-            found.append((text, "more --steps, or compare without it"))
+            todo = "more --steps, if it steps later; or fully_shard in place of FSDP of version 1"
+            found.append((text, todo))
         if run.world < run.first(0)["world"]:
             text = f"{run.letter}: {run.world} of {run.first(0)['world']} processes step an "
             found.append((text + "optimizer; what the others hold is not seen", "nothing"))
@@ -159,7 +157,6 @@ def report(
             where = "" if c.step is None else f", at step {c.step + 1}"
             lines += [f"{i}. {c.name}{where}: {c.text}", f"   why: {c.why}"]
         lines += [f"   and {len(found) - 6} more"] if len(found) > 6 else []
-    lines += [f"note: {c.text} ({c.why})" for c in result.notes[:3]]
     order = [c for c in last if "order" in c.even]
     if last and order and "order" in even:
         lines.append("With the order made even the runs still get other samples.")
@@ -184,7 +181,6 @@ def report(
     unseen["a second epoch"] = epochs < 2
     unseen["averages of weights"] = not a.averages.keys() & b.averages.keys()
     unseen["which samples"] = not (a.split(0) and b.split(0))
-    unseen["what compiled code does"] = any("compile" in r.first(-1)["events"] for r in (a, b))
     words = ", ".join(what for what, hidden in unseen.items() if hidden)
     lines += [f"Not seen in {count(steps, 'step')}: {words}."] if words else []
     for run in (a, b):

@@ -12,7 +12,6 @@ import numpy as np
 Tensors = dict[str, np.ndarray]  # a small tensor's numbers by its name, of a large one signed sums
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 EPS |= {"complex128": 2.0**-52, "complex64": 2.0**-23}
-NO_LOADER = {"sampler": "the program itself", "shuffle": None, "size": 0}
 MERGED = ("weights", "gradients", "stepped", "types", "group_of", "unseen")  # of several optimizers
 
 
@@ -35,9 +34,9 @@ class Run:
     letter: str  # A or B
     ranks: list[list[dict]]
     network: dict  # the largest one
-    epochs: list[dict]  # of rank 0's loaders: size, sampler, shuffle
+    epochs: list[dict]  # of rank 0's loaders: size, sampler
     evaluated: list[list[Sample]]  # of each rank: its first evaluation after a step
-    averages: dict[tuple, Tensors]  # of rank 0: by number of the copy and step
+    averages: dict[tuple, Tensors]  # of rank 0: by step and number of the copy
     ended: bool  # by the program itself, before the last step to be seen
     own_names: dict[str, str] = field(default_factory=dict)  # by A's name of the tensor
 
@@ -60,11 +59,6 @@ class Run:
         sums = {n: sum(t[n] for t in every if n in t) for n in shards if n in every[0]}
         return every[0] | sums
 
-    def start(self, k: int) -> Tensors:
-        """Return the weights of tensors that no step before had."""
-        earlier = {name for j in range(k) for name in self.first(j)["weights"]}
-        return {n: w for n, w in self.whole(k, "weights").items() if n not in earlier}
-
     def held(self) -> list[str]:
         """Return the names of all tensors of all optimizers."""
         return list(dict.fromkeys(n for r in self.ranks for k in r for n in k["held"]))
@@ -76,42 +70,46 @@ class Run:
         never = {n: "no optimizer has stepped it" for n in self.held() if n not in seen}
         return never | found
 
-    def spread(self, what: str, allowed: float = 0, start: int = 0) -> tuple[int, float] | None:
-        """Return the first step at which ranks are further than allowed from rank 0, and how far.
+    def spread(
+        self, what: str, allowed: float = 0, start: int = 0
+    ) -> tuple[int, float, list] | None:
+        """Return the first step in which tensors of a rank are further than allowed from rank 0's.
 
-        Each tensor may also be off by some roundings of its own type.
+        With it: how far, and which. A tensor may also be off by some roundings of its own type.
         """
         for k in range(start, self.steps):
-            first, *others = (rank[k] for rank in self.ranks)
-            for other in others:
-                apart = gaps(first[what], other[what])
-                apart = {n: gap for n, gap in apart.items() if n not in first["sharded"]}
-                far = {n: g for n, g in apart.items() if g > max(allowed, 20 * self.eps(n))}
-                if far:
-                    return k, max(far.values())
+            far = {}
+            for other in self.ranks[1:]:
+                for name, gap in gaps(self.first(k)[what], other[k][what]).items():
+                    if gap > max(allowed, 20 * self.eps(name)):
+                        far[name] = max(gap, far.get(name, 0.0))
+            if far := {n: gap for n, gap in far.items() if n not in self.first(k)["sharded"]}:
+                return k, max(far.values()), list(far)
         return None
 
     def averages_inside(self) -> bool:
-        """Say whether the ranks step with other gradients, but hold the same weights after that.
+        """Say whether the ranks step with other gradients, but then hold the same, to the last bit.
 
-        Then the optimizer averages, or weights are averaged or sent. The same is every bit here.
+        Then the optimizer averages gradients, or weights are averaged or sent.
         """
         apart = self.spread("stepped", 1e-5)
         if not apart or apart[0] + 1 >= self.steps:
             return False
-        return all(
-            np.array_equal(weights, rank[k]["weights"].get(name, weights))
-            for rank in self.ranks[1:]
-            for k in range(apart[0], self.steps)
-            for name, weights in self.ranks[0][k]["weights"].items()
-            if name not in self.first(k)["sharded"]
-        )
+        for k in range(apart[0], self.steps):
+            first, *others = (rank[k] for rank in self.ranks)
+            for name in first["weights"].keys() - first["sharded"]:
+                values = [other["weights"].get(name) for other in others]
+                if any(
+                    v is not None and not np.array_equal(v, first["weights"][name]) for v in values
+                ):
+                    return False
+        return True
 
     def eps(self, name: str) -> float:
         """Return the relative size of a rounding in a tensor; of others the largest one."""
         if not hasattr(self, "rounding"):
             types = {n: t for rank in self.ranks for step in rank for n, t in step["types"].items()}
-            self.rounding = {n: EPS.get(t, 2.0**-7) for n, t in types.items()}
+            self.rounding = {name: EPS.get(kind, 2.0**-7) for name, kind in types.items()}
         return self.rounding.get(name, max(self.rounding.values(), default=2.0**-23))
 
     def calls(self, k: int) -> list[list[dict]]:
@@ -136,8 +134,7 @@ class Run:
         """Return sum and norm of each sample's output, by its hash and how many numbers it has."""
         found = {}
         for call in (c for rank in self.calls(k) for c in rank if c["outputs"] is not None):
-            size, numbers = call["outputs"]
-            rows = np.frombuffer(numbers).reshape(-1, 2)
+            size, rows = call["outputs"]
             found.update({(s.look, size): row for s, row in zip(call["samples"], rows)})
         return found
 
@@ -145,10 +142,10 @@ class Run:
         """Return loss and local gradient of each backward on each rank."""
         return [piece for rank in self.ranks for piece in rank[k]["pieces"]]
 
-    def loader(self) -> dict:
-        """Return what the loader of the training set said at its first epoch."""
-        sizes = {s.size for rank in self.samples(0) for s in rank if s.index is not None}
-        return next((e for e in self.epochs if e["size"] in sizes or not sizes), NO_LOADER)
+    def sampler(self) -> str:
+        """Return what drew the training set in its first epoch."""
+        sizes = {s.size for rank in self.samples(0) for s in rank}
+        return next((e["sampler"] for e in self.epochs if e["size"] in sizes), "the program itself")
 
     def scheduler_steps(self) -> int:
         """Return how often schedulers stepped after the first step."""
@@ -184,12 +181,14 @@ def read(letter: str, folder: Path, ended: bool = False) -> Run:
     kept = [lanes[lane] for lane in sorted(lanes)]
     evaluated = []
     for rank in kept:
-        after = [(e["step"], named(e["samples"])) for e in rank["evaluated"] if e["step"]]
+        after = [
+            (e["step"], [Sample(*s) for s in e["samples"]]) for e in rank["evaluated"] if e["step"]
+        ]
         evaluated.append([s for step, samples in after if step == after[0][0] for s in samples])
     network = {"name": "no network that was called", "numbers": 0, "norms": 0, "drops": []}
     network = max(networks, key=lambda n: n["numbers"], default=network)
     averages = kept[0]["average"] if kept else []
-    averages = {(a["number"], a["step"]): tensors(a["weights"]) for a in averages}
+    averages = {(a["step"], a["number"]): a["weights"] for a in averages}
     steps = [merged(rank["step"]) for rank in kept]
     return Run(letter, steps, network, kept[0]["epoch"] if kept else [], evaluated, averages, ended)
 
@@ -221,48 +220,30 @@ def merged(records: list[dict]) -> list[dict]:
 
 
 def unpack(step: dict) -> dict:
-    """Give a record of a step Tensors and Samples. Its gradients are those before clipping."""
-    for what in ("weights", "gradients", "buffers"):
-        step[what] = tensors(step[what])
+    """Give a record of a step Samples, and gradients as they were before clipping."""
     step["stepped"], step["gradients"] = step["gradients"], dict(step["gradients"])
     for size, limit, names in step["clips"]:
         for name in step["gradients"].keys() & set(names):
             step["gradients"][name] = step["gradients"][name] / min(1, limit / (size + 1e-6))
-    step["pieces"] = [(loss, tensors(packed)) for loss, packed in step["pieces"]]
     for call in step["calls"]:
-        call["samples"] = named(call["samples"])
+        call["samples"] = [Sample(*s) for s in call["samples"]]
     return step
 
 
-def tensors(packed: tuple) -> Tensors:
-    names, sizes, dtype, numbers = packed
-    values = np.frombuffer(numbers, dtype).astype(np.float64)
-    return dict(zip(names, np.split(values, np.cumsum(sizes)[:-1])))
-
-
-def named(columns: tuple) -> list[Sample]:
-    return [Sample(*mark, *values) for mark, *values in zip(*columns)]
-
-
 def rename(a: Run, b: Run) -> None:
-    """Give B's tensors A's names: by their first values, else by their order."""
-    mine, theirs = ({n: w for k in range(r.made) for n, w in r.start(k).items()} for r in (a, b))
-    shared = {n for n in mine if n in theirs and len(mine[n]) == len(theirs[n])}
-    free, open_names = ([n for n in side if n not in shared] for side in (mine, theirs))
+    """Give B's tensors A's names: of those of one size, those with the nearest first values."""
+    mine, theirs = ({}, {})
+    for run, first in ((a, mine), (b, theirs)):
+        for k in reversed(range(run.made)):
+            first |= run.whole(k, "weights")
+    free = {n: w for n, w in mine.items() if n not in theirs or len(theirs[n]) != len(w)}
     new = {}
-    for near in (True, False):
-        sizes = [[len(mine[n]) for n in free], [len(theirs[n]) for n in open_names]]
-        if not near and sizes[0] != sizes[1]:
-            break  # no order to go by
-        for name in list(open_names):
-            other = theirs[name]
-            alike = (n for n in free if len(mine[n]) == len(other))
-            if near:
-                alike = (n for n in alike if np.allclose(mine[n], other, rtol=1e-4, atol=1e-7))
-            if found := next(alike, None):
-                new[name] = found
-                free.remove(found)
-                open_names.remove(name)
+    for name, values in theirs.items():
+        if name not in mine or name in free:
+            apart = {n: norm({n: w - values}) for n, w in free.items() if len(w) == len(values)}
+            if apart:
+                new[name] = min(apart, key=apart.get)
+                free.pop(new[name])
     if not new:
         return
     b.own_names = {other: name for name, other in new.items()}
@@ -301,6 +282,7 @@ def gaps(a: Tensors, b: Tensors) -> dict[str, float]:
 def shares(target: Tensors, pieces: list[Tensors]) -> tuple[np.ndarray, float]:
     """Return the factors with which the pieces make up the target, and which part is left."""
     names = sorted(set(target).intersection(*pieces))
+    names = [n for n in names if {len(target[n])} == {len(p[n]) for p in pieces}]
     if not names or not 0 < len(pieces) < 33:
         return np.zeros(len(pieces)), np.inf
     columns = np.stack([np.concatenate([p[n] for n in names]) for p in pieces], 1)

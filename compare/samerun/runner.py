@@ -2,10 +2,11 @@
 
 The tool writes a request a line to its standard input, as JSON, and reads an exit code a line, null
 if the time was over. Where it can, a command's ranks are forks of this process, which has imported
-torch. All that runs is a descendant of it, and is killed at the end of a run, or when the tool ends,
-by which its input ends.
+torch. All that runs is a descendant of it, and is killed at the end of a run, or when the tool
+ends, by which its input ends.
 """
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -16,7 +17,9 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
 import types
 from pathlib import Path
 
@@ -102,7 +105,22 @@ def start(request: dict) -> None:
     if "torch" in sys.modules:
         sys.modules["numpy"].random.seed()  # as a process that starts anew
         importlib.import_module("samerun_observer").install()
-    exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), vars(main))
+    code = 1
+    try:
+        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), vars(main))
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)  # taking torch apart would cost a second
 
 
 def lead(ranks: int) -> None:

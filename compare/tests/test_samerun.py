@@ -2,16 +2,13 @@
 
 import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-
 from samerun import CannotSay, same_run
 from samerun.command_line import main
 
@@ -310,16 +307,11 @@ def test_an_unusual_script_is_the_same_as_itself(name, tmp_path, capsys):
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "other.py").write_text(text.replace("0.01", "0.02").replace("0.1", "0.2"))
     one, other = (command(1, tmp_path / f"{n}.py") for n in ("script", "other"))
-    if name == "compile":  # is switched off by a variable that torch reads when it is imported
-        one, other = (f"{sys.executable} {tmp_path}/{n}.py" for n in ("script", "other"))
     files = ["--json", f"{tmp_path}/result.json"]
     assert main([one, one, *files]) == 0
-    printed = capsys.readouterr().out
-    assert ("what compiled code does" in printed) == (name == "compile")
     assert json.loads((tmp_path / "result.json").read_text())["same"] is True
-    if name != "compile":  # whose processes each import torch
-        assert main([one, other]) == 1
-        assert "learning rate" in capsys.readouterr().out
+    assert main([one, other]) == 1
+    assert "learning rate" in capsys.readouterr().out
 
 
 # What public programs do, and what once was misjudged: (script, A's and B's world size and arguments, what is said)
@@ -355,10 +347,10 @@ class Net(torch.nn.Module):
         self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
     def forward(self, x):
         return (self.layer(x)[:, None] + self.mask).softmax(-1).sum(1)
-net, x = Net(), torch.randn(64, 4, generator=g)
+net, x = Net(), torch.randn(96, 4, generator=g)
 model = torch.nn.parallel.DistributedDataParallel(net) if N > 1 else net
 optimizer = torch.optim.SGD(net.parameters(), 0.1)
-for k in range(4):
+for k in range(6):
     own = slice(16 * k + first * R, 16 * k + first * (R + 1))
     optimizer.zero_grad()
     model(x[own]).square().mean().backward()
@@ -396,7 +388,6 @@ PUBLIC = {
     "fetches a batch ahead": (AHEAD, (1, 16, 1), (1, 8, 2), ""),
     "a mask of infinities": (MASK, (1, 16, 0), (2, 8, 0), ""),
     "tokens in another order": (TOKENS, (1, 16, 0), (1, 16, 1), "order of samples"),
-    "no seed": (DRAWN, (1, 16, 0), (1, 16, 0), "no seed"),
 }
 
 
@@ -408,5 +399,13 @@ def test_what_public_programs_do_is_judged_rightly(name, tmp_path, capsys):
     one, other = (command(n, tmp_path / "script.py", f"{i} {j}") for n, i, j in sides)
     assert main([one, other]) == bool(cause)
     first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == ("NOT THE SAME TRAINING RUN: 1 cause" if cause else "THE SAME TRAINING RUN")
+    assert first.startswith("NOT THE SAME TRAINING RUN: 1 cause" if cause else "THE SAME TRAINING")
     assert second.startswith(f"1. {cause}" if cause else "Nothing differs")
+
+
+@pytest.mark.planted
+def test_a_program_without_a_seed_is_no_ground_for_a_verdict(tmp_path, capsys):
+    (tmp_path / "script.py").write_text(START + DRAWN)
+    one = command(1, tmp_path / "script.py", "16 0")
+    assert main([one, one]) == 2
+    assert capsys.readouterr().out.startswith("CANNOT SAY: A, started twice, is not the same run")

@@ -118,10 +118,11 @@ def drops(layer):
     return layer.dropout if isinstance(getattr(layer, "dropout", None), float) else 0
 
 
-def shake(module, place):
-    """Change the last bit of the weights: how far such a run goes shows what roundings can do."""
-    for parameter in module.parameters():
-        part = place(parameter.detach())[1]
-        if part.is_floating_point():
+@torch.no_grad()
+def shake(tensors, place):
+    """Change the last bit of weights: how far such a run goes shows what roundings can do."""
+    for tensor in tensors:
+        part = place(tensor.detach())[1]
+        if part.is_floating_point() or part.is_complex():
             signs = (torch.arange(part.numel()) % 2 * 2 - 1).view(part.shape).to(part)
             part.mul_(1 + torch.finfo(part.dtype).eps * signs)

@@ -47,6 +47,7 @@ class Watcher:
         self.modules = {}  # id: (module, its parameters), of those called from outside
         self.networks, self.shapes = [], []  # ids of those that were trained, and their shapes
         self.copies = {}  # of a network, by id: its number, and the step it was last seen in
+        self.shaken = set()  # ids
         self.names, self.parameters = {}, {}  # id: name, and name: tensor
         self.watched = set()  # names of buffers, but for masks with infinities
         self.optimizers = weakref.WeakSet()
@@ -54,7 +55,6 @@ class Watcher:
         self.busy = False  # within a forward or a backward, whose inner calls are not watched
         self.backwards = 0
         self.local = {}  # gradients of the backward that runs, before DDP averages them
-        self.hooks = []  # which keep them
         self.record = None  # of the optimizer that steps
         self.stepped, self.stepped_after = set(), -1  # optimizers of this step; backwards before
         self.ids, self.drawn = {}, deque(maxlen=64)  # samples, by hash and by batch
@@ -62,7 +62,7 @@ class Watcher:
 
     def new_step(self):
         self.calls, self.pieces, self.clips, self.unsplit = [], [], [], False
-        self.buffers = pack({})
+        self.buffers = {}
         self.computed = deque(maxlen=8)  # outputs, which may go into another network
 
     def attempt(self, method, *args):
@@ -70,8 +70,7 @@ class Watcher:
         try:
             return method(*args)
         except Exception as error:
-            name = getattr(method, "__name__", "count")
-            self.failed[f"{name}: {type(error).__name__}: {error}"[:200]] += 1
+            self.failed[f"{method.__name__}: {type(error).__name__}: {error}"[:200]] += 1
 
     def write(self, kind, **values):
         if self.file is None:
@@ -85,7 +84,8 @@ class Watcher:
         if self.number is None:
             self.number, path = 0, f"{self.folder}/{self.rank}.steps"
             if os.path.exists(path):
-                self.number, self.even, self.shake = os.path.getsize(path), {}, False
+                self.number, self.shake = os.path.getsize(path), False
+                self.even = {k: v for k, v in self.even.items() if k not in ("weights", "keep")}
 
     @property
     def made(self):
@@ -119,12 +119,14 @@ class Watcher:
         (trained, samples), module = seen, args[0]
         outputs = [t.detach() for t in flat(output) if t.is_floating_point()]
         self.computed += outputs
-        rows = [t for t in outputs if samples and t.dim() and len(t) == len(samples[0])]
+        rows = [t for t in outputs if samples and t.dim() and len(t) == len(samples)]
         if trained:
-            split = rows or (samples and None not in samples[1])  # or the loader told the samples
+            split = rows or (
+                samples and samples[0][2] is not None
+            )  # or the loader told the samples
             self.unsplit |= not split and samples != ()
             call = {"network": self.networks.index(id(module)), "training": module.training}
-            call |= {"samples": samples if split else ((), (), ())}
+            call |= {"samples": samples if split else ()}
             call |= {"outputs": signatures(rows[0]) if rows else None}
             self.calls.append(call | {"dtype": str(outputs[0].dtype)[6:] if outputs else ""})
         elif samples and rows:
@@ -154,15 +156,20 @@ class Watcher:
         with torch.no_grad():
             number = len(self.networks)
             samerun_even.network(module, number, self.even, self.folder, self.rank, place)
-            if self.shake:
-                samerun_even.shake(module, place)
+        self.shake_new(parameters)
         for name, parameter in module.named_parameters():
             name = self.give_name(name, parameter)
             if parameter.requires_grad and not hasattr(parameter, "placements"):
-                keep = functools.partial(self.attempt, self.keep_local, name)
-                self.hooks.append(parameter.register_hook(keep))
+                parameter.register_hook(functools.partial(self.attempt, self.keep_local, name))
         floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
         self.watched.update(n for n, b in floats.items() if b.isfinite().all())
+
+    def shake_new(self, tensors):
+        """Change the last bit of tensors that a step is about to change for the first time."""
+        if self.shake:
+            new = [t for t in tensors if id(t) not in self.shaken]
+            samerun_even.shake(new, place)
+            self.shaken.update(map(id, new))
 
     def give_name(self, name, tensor):
         """Return the name of a tensor; this one, or one like it, if it has none."""
@@ -181,9 +188,9 @@ class Watcher:
             self.write("average", number=number, step=self.made, weights=weights)
 
     def samples_of(self, inputs, training):
-        """Return marks, indices and hashes of what goes into a network; () of another's output.
+        """Return (size of the data set, epoch, index, hash of the contents) of each sample.
 
-        Mark and index are the loader's: (size of the data set, epoch), or (0, 0) and None without.
+        Without a loader the first three are 0, 0, None. It is () of the output of a network.
         """
         tensors = [t for t in flat(inputs) if t.dim() and t.numel()]
         if {t.data_ptr() for t in tensors} & {t.data_ptr() for t in self.computed}:
@@ -195,15 +202,14 @@ class Watcher:
         known = [self.ids.get(h) for h in hashes]
         if None in known:  # changed since the loader gave it: the oldest batch of this size
             batch = next((b for b in self.drawn if len(b) == len(hashes)), None)
-            known = batch or [((0, 0), None)] * len(hashes)
+            known = batch or [(0, 0, None)] * len(hashes)
         if known in self.drawn:
             self.drawn.remove(known)
-        marks, indices = zip(*known)
         if training:
-            self.mark = self.mark or marks[0]
-            if self.second_epoch is None and marks[0] != self.mark:  # of those that were trained
+            self.mark = self.mark or known[0][:2]
+            if self.second_epoch is None and known[0][:2] != self.mark:  # of the trained ones
                 self.second_epoch = self.made
-        return marks, indices, hashes
+        return [(*row, look) for row, look in zip(known, hashes)]
 
     # ---- the loader ------------------------------------------------------------------------------
 
@@ -218,8 +224,8 @@ class Watcher:
             sampler = inner
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
         vars(iterator)["_watched"] = (size, epoch)
-        facts = {"sampler": type(sampler).__name__, "shuffle": getattr(sampler, "shuffle", None)}
-        self.write("epoch", size=size, **facts)
+        shuffle = f", shuffle {sampler.shuffle}" if hasattr(sampler, "shuffle") else ""
+        self.write("epoch", size=size, sampler=type(sampler).__name__ + shuffle)
 
     def before_reset(self, args, kwargs):
         """Begin an epoch of persistent workers: the iterator's _reset."""
@@ -238,7 +244,7 @@ class Watcher:
         tensors = [t for t in flat(batch) if t.dim() and len(t) == len(indices) and t.numel()]
         told = telling(tensors)
         if told is not None:
-            ids = [(mark, index) for index in indices]
+            ids = [(*mark, index) for index in indices]
             self.drawn.append(ids)
             self.ids.update(zip(hash_rows(told), ids))
 
@@ -259,15 +265,11 @@ class Watcher:
         if loss is not None:
             self.busy = False
             if self.stepped_after < self.backwards:
-                self.pieces.append((loss, pack_numbers(self.local)))
+                self.pieces.append((loss, pack(self.local)))
 
     def keep_local(self, name, gradient):
         if self.busy:
-            kept, earlier = numbers(gradient.detach()), self.local.get(name)
-            self.local[name] = kept.clone() if earlier is None else earlier + kept
-
-    def after_optimizer(self, seen, result, args):
-        self.optimizers.add(args[0])
+            self.local[name] = self.local.get(name, 0) + numbers(gradient.detach())
 
     def before_step(self, optimizer, args, kwargs):
         """Record a step of an optimizer, as soon as its gradients are there."""
@@ -305,11 +307,11 @@ class Watcher:
                     if other is optimizer:
                         group_of[name] = i
         mine = {name: self.parameters[name] for name in group_of}
+        self.shake_new(mine.values())  # of no network
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
         factor, since = self.even.get("gradient", (1, math.inf))
         for gradient in gradients.values() if self.number >= since else ():
             gradient.div_(factor)
-        self.settings = settings(optimizer)
         give_settings(optimizer, self.even.get("settings", [])[self.number :][:1], group_of)
         free = {n: p for n, p in self.parameters.items() if n not in held}
         weights = mine if self.number else mine | free
@@ -329,7 +331,6 @@ class Watcher:
             "sharded": {n for n, p in weights.items() if hasattr(p, "placements")},
             "group_of": group_of,
             "groups": settings(optimizer),
-            "own": self.settings,
             "held": sorted(held),
             "unseen": unseen,
             "strange": [n for n, p in mine.items() if id(p) not in trained and p.grad is None],
@@ -344,21 +345,14 @@ class Watcher:
 
     def after_step(self, optimizer, args, kwargs):
         if self.record is not None and optimizer is self.optimizer:
-            self.attempt(self.end_step, optimizer)
+            self.attempt(self.end_step)
             self.record = None
             self.new_step()
 
-    def end_step(self, optimizer):
-        for group, own in zip(optimizer.param_groups, self.settings):
-            group.update(
-                {name: own[name] for name in own if name != "optimizer"} if self.even else {}
-            )
+    def end_step(self):
         self.write("step", **self.record)
         with open(f"{self.folder}/{self.rank}.steps", "w") as file:
             file.write("." * self.made)
-        if self.world == 1 and len(self.pieces) == 1:  # which is the gradient of the step
-            while self.hooks:
-                self.hooks.pop().remove()
 
     def end_if_enough(self):
         """End after the last step. The first rank that has seen enough says so by a file."""
@@ -398,9 +392,6 @@ class Watcher:
     def after_clip(self, ids, norm, args):
         self.clips.append((float(norm), float(args[1]), ids))
 
-    def count(self, event, seen, result, args):
-        self.events[event] += 1
-
 
 def settings(optimizer):
     """Return the class and the numbers of each group: learning rate, weight decay, momentum."""
@@ -430,27 +421,16 @@ def give_settings(optimizer, steps, group_of):
 
 
 def pack(named, unseen=None):
-    """Return names, sizes, dtype and numbers of tensors. What cannot be read goes into `unseen`."""
+    """Return the numbers of tensors in float64. Why one cannot be read goes into `unseen`."""
     parts = {}
     for name, tensor in named.items():
         try:
-            parts[name] = numbers(tensor.detach())
+            part = numbers(tensor.detach()).reshape(-1)
+            parts[name] = part.to("cpu", torch.float64, copy=True).numpy()
         except Exception as error:
             if unseen is not None:
                 unseen[name] = f"{type(error).__name__}: {error}"[:100]
-    return pack_numbers(parts)
-
-
-def pack_numbers(parts):
-    """Make bytes of numbers, by one copy to the CPU for all of them."""
-    if not parts:
-        return [], [], "float32", b""
-    rows = [part.reshape(-1) for part in parts.values()]
-    if len({part.device for part in rows}) > 1:
-        rows = [part.cpu() for part in rows]
-    whole = torch.cat(rows).cpu()
-    whole = whole if whole.dtype == torch.float32 else whole.double()
-    return list(parts), [*map(len, rows)], str(whole.dtype)[6:], whole.numpy().tobytes()
+    return parts
 
 
 def numbers(tensor):
@@ -534,7 +514,7 @@ def signatures(rows):
     rows = rows.reshape(len(rows), -1)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     both = torch.stack([rows.sum(1, dtype=torch.float64), norms], 1)
-    return rows.shape[1], both.cpu().numpy().tobytes()
+    return rows.shape[1], both.cpu().numpy()
 
 
 def group():
@@ -581,14 +561,11 @@ def install():
     put(iterator, "__next__", after=watcher.after_next)
     put(torch.autograd, "backward", watcher.before_backward, watcher.after_backward)
     put(torch.nn.utils, "clip_grad_norm_", watcher.before_clip, watcher.after_clip)
-    put(optimizer.Optimizer, "__init__", after=watcher.after_optimizer)
-    average = swa_utils.AveragedModel
+    put(optimizer.Optimizer, "__init__", after=lambda s, r, args: watcher.optimizers.add(args[0]))
+    average, count = swa_utils.AveragedModel, watcher.events.update
     put(average, "update_parameters", after=lambda s, r, args: watcher.keep_copy(args[0]))
-    for owner, name, event in (
-        (lr_scheduler.LRScheduler, "step", "scheduler"),
-        (DistributedDataParallel, "__init__", "DDP made"),
-    ):
-        put(owner, name, after=functools.partial(watcher.count, event))
+    put(lr_scheduler.LRScheduler, "step", after=lambda *_: count(["scheduler"]))
+    put(DistributedDataParallel, "__init__", after=lambda *_: count(["DDP made"]))
     optimizer.register_optimizer_step_pre_hook(watcher.before_step)
     optimizer.register_optimizer_step_post_hook(watcher.after_step)
     os.register_at_fork(after_in_child=watcher.__init__)
