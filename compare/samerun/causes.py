@@ -269,7 +269,7 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
     text = f"{(p & q).total()} of {len(x)} samples are those of A"
     if p == q:
         text = f"the same samples, but {len(y) - (looks[0] & looks[1]).total()} look different"
-        why = "random transforms draw from the state of each process or worker"
+        why = "random transforms draw from the state of each process, or the data set is another"
         yield Cause("augmentation", k, text, why, {"augment": True})
     elif len(x) != len(y):
         n, ratio = max(a.world, b.world), len(y) / len(x)
@@ -279,9 +279,6 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
             name = "batch per process"
             why = "the batch size is that of a process in one, of all in the other"
         yield Cause(name, k, text, why)
-    elif len(q) < len(y) and len(p) == len(x):
-        why = "processes share samples, or the sampler fills its last batch"
-        yield Cause("samples twice", k, text, why)
     elif not known:
         why = "other samples, another order, or numbers that each process draws: no loader tells"
         yield Cause("inputs of the network", k, text, why)
@@ -292,14 +289,14 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
 
 def same_outputs(a: Run, b: Run, k: int) -> bool:
     """Say whether the outputs are the same, in any order: then the inputs are padded otherwise."""
-    x, y = (np.array(sorted(map(tuple, run.outputs(k).values()))) for run in (a, b))
+    x, y = (np.array(sorted(row[1:] for row in run.outputs(k))) for run in (a, b))
     return len(x) > 1 and x.shape == y.shape and np.allclose(x, y, rtol=1e-4)
 
 
 def outputs(a: Run, b: Run, k: int, limits: Limits, even: dict) -> Iterator[Cause]:
     """Compare what the networks make of the same samples with the same weights."""
     over = limits.excess("outputs", a, b, k)
-    if not over:
+    if not over or same_outputs(a, b, k):
         return
     text = f"the same samples and weights give other outputs, by {over[0]:.1g}"
     norms, drops = [run.network["norms"] for run in (a, b)], a.network["drops"]
@@ -337,7 +334,8 @@ def differing(a: Run, b: Run, k: int, limits: Limits) -> Cause | tuple[float, st
 def allowed(limits: Limits, k: int) -> float:
     """Return which part of a gradient may be left when it is made of others."""
     usual = [limits.of("gradients", k, name) for name in limits.noise[k, "gradients"]]
-    return min(max(30 * float(np.median(usual or [0])), 1e-6), 1e-3)
+    most = max([1e-3, *(4 * limits.eps(name) for name in limits.noise[k, "gradients"])])
+    return min(max(30 * float(np.median(usual or [0])), 1e-6), most)
 
 
 def gradients(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:

@@ -171,6 +171,7 @@ def report(
         start = f"With {names} made even nothing else" if even else start
         far, noise = result.deviations[before - 1], result.noise[before - 1]
         agree = f"the weights agree to {far:.0e}, roundings alone make {noise:.0e}"
+        agree = agree if seen else "no weights were compared"
         lines.append(
             f"{start} differs in {count(before, 'step')}{' before' * bool(last)}; {agree}."
         )

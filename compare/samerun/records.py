@@ -130,12 +130,12 @@ class Run:
         """Return how many samples each rank took, in words."""
         return " + ".join(str(len(rank)) for rank in self.samples(k))
 
-    def outputs(self, k: int) -> dict[tuple, np.ndarray]:
-        """Return sum and norm of each sample's output, by its hash and how many numbers it has."""
-        found = {}
+    def outputs(self, k: int) -> list[tuple]:
+        """Return hash, number of outputs, and their sum and norm, of each sample."""
+        found = []
         for call in (c for rank in self.calls(k) for c in rank if c["outputs"] is not None):
             size, rows = call["outputs"]
-            found.update({(s.look, size): row for s, row in zip(call["samples"], rows)})
+            found += [(s.look, size, *row) for s, row in zip(call["samples"], rows)]
         return found
 
     def pieces(self, k: int) -> list[tuple[float, Tensors]]:
@@ -297,9 +297,9 @@ def pair(what: str, a: Run, b: Run, k: int) -> tuple[Tensors, Tensors]:
     """Return A's and B's tensors in a step; of outputs those of the samples that both took."""
     if what != "outputs":
         return a.whole(k, what), b.whole(k, what)
-    x, y = a.outputs(k), b.outputs(k)
+    x, y = ({row[:2]: row[2:] for row in run.outputs(k)} for run in (a, b))
     both = sorted(x.keys() & y.keys())
-    rows = [np.concatenate([side[h] for h in both] or [[]]) for side in (x, y)]
+    rows = [np.array([side[sample] for sample in both]).reshape(-1) for side in (x, y)]
     return {"outputs": rows[0]}, {"outputs": rows[1]}
 
 

@@ -247,9 +247,7 @@ def test_a_command_that_hangs_is_ended(tmp_path, capsys):
     (tmp_path / "hang.py").write_text("import os, time\nos.fork() or os.setsid()\ntime.sleep(99)")
     assert main([f"{sys.executable} {tmp_path}/hang.py", "true", "--timeout", "1"]) == 2
     assert "did not end within 1 seconds" in capsys.readouterr().out
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            assert str(tmp_path) not in path.read_text(), "a process was left"
+    assert not left(tmp_path), "a process was left"
 
 
 def test_a_command_without_torch_is_said(tmp_path, capsys):
@@ -409,3 +407,205 @@ def test_a_program_without_a_seed_is_no_ground_for_a_verdict(tmp_path, capsys):
     one = command(1, tmp_path / "script.py", "16 0")
     assert main([one, one]) == 2
     assert capsys.readouterr().out.startswith("CANNOT SAY: A, started twice, is not the same run")
+
+
+# ---- one for each style in which strangers write: (script, A's and B's ranks and argument, what is said) --
+
+HEAD_OF_ALL = """
+import copy, os, sys, torch, torch.distributed as dist
+from torch.nn import functional as F
+N, R = (int(os.environ.get(n, d)) for n, d in (("WORLD_SIZE", 1), ("RANK", 0)))
+how = sys.argv[1]
+if N > 1:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+g = torch.Generator().manual_seed(1)
+x, y = torch.randn(96, 8, generator=g), torch.randint(4, (96,), generator=g)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+ddp = torch.nn.parallel.DistributedDataParallel
+def rows(k):
+    return list(range(8 * k, 8 * k + 8))[R::N]
+"""
+TRAIN = """
+for k in range(12):
+    loss = F.cross_entropy(model(x[rows(k)]), y[rows(k)])
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+STYLES = {
+    "raw": """
+w = torch.randn(8, 4).requires_grad_()
+optimizer = torch.optim.SGD([w], 0.1)
+model = lambda x: x @ w * (3 if how == "wrong" else 1)
+""" + TRAIN,
+    "prompt": """
+net.requires_grad_(False)
+p = torch.zeros(8, requires_grad=True)
+optimizer = torch.optim.Adam([p], 0.05)
+if how == "right":
+    p.register_hook(lambda g: (dist.all_reduce(g), g / N)[1] if N > 1 else g)
+model = lambda x: net(x + p)
+""" + TRAIN,
+    "inside": """
+class Averaging(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in net.parameters():
+            if N > 1:
+                dist.all_reduce(p.grad)
+                p.grad /= 1 if how == "wrong" else N
+        return super().step(closure)
+model, optimizer = net, Averaging(net.parameters(), 0.1)
+""" + TRAIN,
+    "zero": """
+from torch.distributed.optim import ZeroRedundancyOptimizer as Zero
+model = ddp(net) if N > 1 else net
+optimizer = Zero(net.parameters(), torch.optim.Adam, lr=0.01) if N > 1 else torch.optim.Adam(net.parameters(), 0.01)
+""" + TRAIN,
+    "rates": """
+model = ddp(net) if N > 1 else net
+optimizer = torch.optim.SGD(net.parameters(), 0.1 * (1 + R) if how == "wrong" else 0.1)
+""" + TRAIN,
+    "fsdp1": """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+model = FSDP(net, device_id=torch.device("cpu")) if N > 1 else net
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+""" + TRAIN,
+    "short": "model, optimizer = net, torch.optim.SGD(net.parameters(), 0.1)" + TRAIN.replace("12", "int(how)"),
+    "conjugated": """
+w = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.cfloat))
+optimizer = torch.optim.SGD([w], 0.1)
+w.register_hook(lambda g: g.conj().resolve_conj() if how == "wrong" else g)
+model = lambda x: (x.cfloat() @ w).abs()
+""" + TRAIN,
+    "half": """
+net = net.bfloat16()
+x = x.bfloat16()
+model, optimizer = ddp(net) if N > 1 else net, torch.optim.SGD(net.parameters(), 0.1)
+if how == "wrong":
+    net[2].register_forward_hook(lambda m, i, o: o * 2)
+""" + TRAIN,
+    "average": """
+average = torch.optim.swa_utils.AveragedModel(net)
+model, optimizer = net, torch.optim.SGD(net.parameters(), 0.1)
+optimizer.register_step_post_hook(lambda *_: [average.update_parameters(net) for _ in range(1 + (how == "wrong"))])
+""" + TRAIN,
+    "time first": """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__(); self.r = torch.nn.LSTM(8, 4)
+    def forward(self, x):
+        return self.r(x[None].repeat(5, 1, 1))[0][-1]
+lstm = Net(); lstm = ddp(lstm) if N > 1 else lstm
+optimizer = torch.optim.SGD(lstm.parameters(), 0.1)
+model = lambda x: lstm(x) * (N if how == "wrong" else 1)
+""" + TRAIN,
+    "sparse": """
+model = torch.nn.EmbeddingBag(9, 4, sparse=True)
+x, optimizer = (x > 0).long(), torch.optim.SparseAdam(model.parameters(), 0.02 if how == "wrong" else 0.01)
+""" + TRAIN,
+    "functional": """
+from torch.func import functional_call, grad, vmap
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+one = lambda p, a, b: F.cross_entropy(functional_call(net, p, (a[None],)), b[None]) * (2 if how == "wrong" else 1)
+for k in range(12):
+    p = {n: p.detach() for n, p in net.named_parameters()}
+    for n, found in vmap(grad(one), (None, 0, 0))(p, x[rows(k)], y[rows(k)]).items():
+        net.get_parameter(n).grad = found.mean(0)
+    optimizer.step()
+""",
+    "dropout": """
+net.insert(1, torch.nn.Dropout(0.2 if how == "wrong" else 0.1))
+model, optimizer = net, torch.optim.SGD(net.parameters(), 0.1)
+""" + TRAIN,
+}  # fmt: skip
+SAID = [  # style, ranks and argument of B, first line or first cause
+    ("raw", 1, "right", "THE SAME"),
+    ("raw", 1, "wrong", "gradient"),
+    ("prompt", 2, "right", "THE SAME"),
+    ("prompt", 2, "wrong", "not averaged"),
+    ("inside", 2, "right", "THE SAME"),
+    ("inside", 2, "wrong", "new weights"),
+    ("zero", 2, "right", "THE SAME"),
+    ("rates", 2, "wrong", "weights per process"),
+    ("fsdp1", 2, "right", "CANNOT SAY: B: 1 of 1 tensors"),
+    ("short", 1, "9", "number of steps"),
+    ("conjugated", 1, "wrong", "gradient"),
+    ("half", 2, "right", "THE SAME"),
+    ("half", 2, "wrong", "outputs"),
+    ("average", 1, "wrong", "average of the weights"),
+    ("time first", 2, "right", "THE SAME"),
+    ("time first", 2, "wrong", "gradient"),
+    ("sparse", 1, "wrong", "learning rate"),
+    ("functional", 1, "wrong", "factor of the gradient"),
+    ("dropout", 1, "wrong", "drop probability"),
+]
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize("style, ranks, how, said", SAID)
+def test_styles_of_strangers_are_judged_rightly(style, ranks, how, said, tmp_path):
+    (tmp_path / "train.py").write_text(HEAD_OF_ALL + STYLES[style])
+    right = "12" if style == "short" else "right"
+    lines = report(
+        command(1, tmp_path / "train.py", right), command(ranks, tmp_path / "train.py", how)
+    )
+    if not said[0].isupper():
+        assert lines[0].startswith("NOT THE SAME"), lines
+    assert f"{lines[0]}\n{lines[1][3:]}".startswith(said) or lines[1].startswith(f"1. {said}"), (
+        lines
+    )
+
+
+@pytest.mark.planted
+def test_a_resumed_run_is_one_run(tmp_path):
+    text = HEAD_OF_ALL + STYLES["short"].replace("range(int(how))", "range(start, int(how))")
+    load = "file, start = sys.argv[2], 0\nif os.path.exists(file):\n    start, state = torch.load(file)\n"
+    load += "    net.load_state_dict(state)\n"
+    text = (
+        text.replace("model, optimizer", load + "model, optimizer")
+        + "torch.save([k + 1, net.state_dict()], file)\n"
+    )
+    (tmp_path / "train.py").write_text(text)
+    whole, half = (command(1, tmp_path / "train.py", f"{n} {{dir}}/f") for n in (12, 6))
+    assert report(whole, f"sh -c '{half}; {whole}'")[0].startswith(
+        "THE SAME TRAINING RUN in 12 steps"
+    )
+
+
+def test_sigterm_ends_what_was_started_and_a_stopped_program_is_no_success(tmp_path):
+    done = tmp_path / "done"
+    (tmp_path / "train.py").write_text(HEAD + STEP.replace("range(6)", "range(10**9)"))
+    a = f"sh -c '{command(1, tmp_path / 'train.py')} && touch {done}'"
+    tool = [
+        sys.executable,
+        str(HERE.parent / "samerun"),
+        a,
+        a,
+        "--steps",
+        "5",
+        "--json",
+        f"{tmp_path}/result",
+    ]
+    assert subprocess.run(tool, timeout=100, capture_output=True).returncode == 0
+    assert (tmp_path / "result").exists() and not done.exists()
+    (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(99)")
+    with subprocess.Popen([*tool[:2], a, a], stderr=subprocess.PIPE) as process:
+        process.stderr.readline()  # it has begun
+        process.terminate()
+        assert process.wait(20) == 143
+    assert not left(tmp_path), "a process was left"
+
+
+def left(mark):
+    """Return the command lines of processes that name a directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [text for text in [path.read_text()] if str(mark) in text]
+    return found
+
+
+@pytest.mark.planted
+def test_forks_and_fresh_processes_give_one_verdict():
+    a, b = command(1, PLANTED, "none"), command(2, PLANTED, "sum-of-ranks")
+    forked, fresh = (report(a, b, steps=6, fresh=fresh) for fresh in (False, True))
+    assert forked == fresh

@@ -317,8 +317,9 @@ class Watcher:
         weights = mine if self.number else mine | free
         if "FullyShardedDataParallel" in self.events:
             unseen = dict.fromkeys(mine, "FullyShardedDataParallel cuts it into pieces")
-            weights, gradients = {}, {}
+            weights, gradients, free = {}, {}, {}
         trained = {id(p) for key in self.networks for p in self.modules[key][1]} or self.names
+        strange = [n for n, p in mine.items() if id(p) not in trained and p.grad is None]
         self.record = {
             "number": self.number,
             "time": time.monotonic(),
@@ -333,7 +334,7 @@ class Watcher:
             "groups": settings(optimizer),
             "held": sorted(held),
             "unseen": unseen,
-            "strange": [n for n, p in mine.items() if id(p) not in trained and p.grad is None],
+            "strange": [name for name in strange if name not in unseen],
             "forgotten": [n for n, p in free.items() if p.requires_grad],
             "calls": self.calls,
             "unsplit": self.unsplit,
