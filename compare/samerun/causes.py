@@ -66,7 +66,7 @@ def restless(a: Run, again: Run, limits: Limits) -> str:
         if a.whole(k, "gradients").keys() != noise.keys():
             return f"other tensors have gradients in step {k + 1}"
         far = float(np.median([*noise.values()] or [0]))
-        if far > max([0.01, *(40 * a.eps(name) for name in noise)]):
+        if far > max([0.01, *(40 * limits.eps(name) for name in noise)]):
             return f"its gradients differ by {far:.1g} in step {k + 1}"
     return ""
 

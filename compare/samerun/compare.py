@@ -107,24 +107,26 @@ def doubts(result: Result, a: Run, b: Run, limits: Limits) -> list[tuple[str, st
             names = ", ".join(list(unseen)[:3])
             text = f"{run.letter}: {len(unseen)} of {len(run.held())} tensors of the optimizer are "
             text += f"not seen: {next(iter(unseen.values()))} ({names})"
-            todo = "more --steps, if it steps later; or fully_shard in place of FSDP of version 1"
-            found.append((text, todo))
+            late = "no optimizer has stepped it" in unseen.values()
+            found.append((text, "more --steps" if late else "train without it, as by fully_shard"))
         if run.world < run.first(0)["world"]:
             text = f"{run.letter}: {run.world} of {run.first(0)['world']} processes step an "
-            found.append((text + "optimizer; what the others hold is not seen", "nothing"))
+            found.append(
+                (text + "optimizer; what the others hold is not seen", "step it in each process")
+            )
         lengths = [len(rank) for rank in run.ranks]
         if len(set(lengths)) > 1 and run.ended:
             text = f"{run.letter}: its processes make {', '.join(map(str, lengths))} steps"
             found.append((text, "give all processes as many"))
         failed = {what for rank in run.ranks for what in rank[run.made - 1]["failed"]}
         if failed := [what for what in failed if what.startswith(("see_step", "end_step"))]:
-            found.append((f"{run.letter}: watching failed: {failed[0]}", "nothing"))
+            found.append((f"{run.letter}: watching failed: {failed[0]}", "report it"))
     if not any(norm(a.whole(k, "gradients")) for k in range(steps)):
         found.append(("no tensor has a gradient that is not zero", "more --steps"))
     for k, (far, noise) in enumerate(zip(result.deviations, result.noise)):
         if far > max(100 * noise, 1e-3):
             text = f"in step {k + 1} weights differ by {far:.0e}, and roundings make {noise:.0e}"
-            found.append((text, "--float64"))
+            found.append((text, "--float64, or compare without autocast"))
             break
     return found
 

@@ -310,7 +310,9 @@ class Limits:
     """
 
     def __init__(self, a: Run, again: Run):
-        self.eps = a.eps
+        self.own_eps = a.eps
+        calls = (call["dtype"] for k in range(a.made) for rank in a.calls(k) for call in rank)
+        self.computed = max((EPS.get(kind, 0.0) for kind in set(calls)), default=0.0)
         self.noise = collections.defaultdict(dict)  # {(step, quantity): {name: largest so far}}
         largest = collections.defaultdict(float)
         for k in range(min(a.steps, again.steps)):
@@ -321,10 +323,14 @@ class Limits:
                     largest[what, name] = max(largest[what, name], gap, middle)
                     self.noise[k, what][name] = largest[what, name]
 
+    def eps(self, name: str) -> float:
+        """Return the size of a rounding in a tensor: of its own type, or of what computes it."""
+        return max(self.own_eps(name), self.computed)
+
     def of(self, what: str, k: int, name: str) -> float:
         """Return how far a tensor may be from A's."""
         eps, noise = self.eps(name), self.noise[k, what].get(name, 0.0)
-        return max(20 * eps, 30 * noise) if eps < 1e-5 else max(4 * eps, 5 * noise)
+        return max(20 * eps, 30 * noise) if eps < 1e-5 else max(2 * eps, 5 * noise)
 
     def excess(self, what: str, a: Run, b: Run, k: int) -> tuple[float, str] | None:
         """Return gap and name of the tensor that is furthest beyond its limit, if one is."""

@@ -128,7 +128,7 @@ class Watcher:
             call = {"network": self.networks.index(id(module)), "training": module.training}
             call |= {"samples": samples if split else ()}
             call |= {"outputs": signatures(rows[0]) if rows else None}
-            self.calls.append(call | {"dtype": str(outputs[0].dtype)[6:] if outputs else ""})
+            self.calls.append(call | {"dtype": computed_in(outputs)})
         elif samples and rows:
             self.write("evaluated", samples=samples, step=self.made)
 
@@ -508,6 +508,15 @@ def odd_numbers(size):
     """Return a large odd factor for each place of a row, the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return (torch.randint(-(2**62), 2**62, (size,), generator=generator) * 2 + 1).numpy()
+
+
+def computed_in(outputs):
+    """Return the type in which a network computes: that of autocast, or of its outputs."""
+    if not outputs:
+        return ""
+    device = outputs[0].device.type
+    autocast = torch.is_autocast_enabled(device)
+    return str(torch.get_autocast_dtype(device) if autocast else outputs[0].dtype)[6:]
 
 
 def signatures(rows):
