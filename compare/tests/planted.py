@@ -1,6 +1,6 @@
 """A training loop in plain torch, for one process and for torchrun, with a fault of a given name.
 
-torchrun --standalone --nproc-per-node 2 tests/tasks/planted.py set-epoch
+torchrun --standalone --nproc-per-node 2 compare/tests/planted.py set-epoch
 """
 
 import argparse
