@@ -81,7 +81,7 @@ def test_set_up_is_done_once_when_the_active_python_lacks_something(tmp_path):
     python = str(tmp_path / "empty" / "bin" / "python3")
     finished = run_sh("single", "--help", cwd=tmp_path, root=copy, python=python, PIP_NO_INDEX="1")
     assert finished.returncode != 0 and "no-such-package" in finished.stderr
-    assert f"installing the requirements into {copy / '.venv'}, once" in finished.stderr
+    assert f"installing into {copy / '.venv'}, once" in finished.stderr
     assert (copy / ".venv").is_dir()
 
 

@@ -152,14 +152,3 @@ def test_run_of_nohup_goes_on_when_its_terminal_is_closed(mode, tmp_path):
         send(run.processes(), signal.SIGHUP)
         assert run.end() == 0, run.errors()
         assert run.checkpoint()["epoch"] == 3
-
-
-@pytest.mark.full
-def test_rank_that_hangs_shows_its_stack_and_ends_after_the_timeout(tmp_path):
-    text = BROKEN.replace('raise RuntimeError("broken labels")', "time.sleep(1000)")
-    with start("spawn", tmp_path, "--timeout", "5", text=text) as run:
-        run.wait_for("output directory")
-        time.sleep(3)
-        os.kill(run.ranks()[1], signal.SIGUSR2)
-        assert run.end(timeout=100) == 1
-        assert re.search(r'File ".*/slow.py", line \d+ in broken', run.errors()), run.errors()
