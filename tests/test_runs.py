@@ -137,7 +137,7 @@ an LSTM on packed sequences            | packed                                 
 samples compared                       | contrast                                             | one    |         | ddp spawn fsdp
 samples compared, accumulation 3       | contrast + --accum-steps 3                           | one    | ddp 3   | ddp spawn fsdp
 a language model                       | gpt                                                  | one    | ddp 4
-a language model, clipping, accumulation 3 | gpt + --clip-grad-norm 1 --accum-steps 3         | one    |
+a language model, clipping, accumulation 3 | gpt + --clip-grad-norm 0.1 --accum-steps 3         | one    |
 dropout                                | dropout                                              | pieces | dp 3
 dropout, accumulation 2                | dropout --accum-steps 2                              | pieces | ddp 3
 BatchNorm per replica                  | batchnorm                                            | pieces | dp 3, spawn 2
