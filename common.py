@@ -389,7 +389,7 @@ class Meter:
             value, weights = value if isinstance(value, tuple) else (value, None)
             n = value.numel() if n is None else n
             if value.shape != (n,) or getattr(weights, "shape", (n,)) != (n,):
-                wanted = f"one number per sample, [{n}], as .flatten(1).mean(1) makes of many"
+                wanted = "one number per sample, [n]: reduction='none', or .flatten(1).mean(1)"
                 raise ValueError(f"{name} must be {wanted}; got the shape {[*value.shape]}")
             self.sums[name] += value.sum(dtype=torch.float64)
             self.weights[name] += n if weights is None else weights.sum(dtype=torch.float64)

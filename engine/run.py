@@ -164,9 +164,8 @@ class Run:
         name = f"{type(net).__name__.removeprefix('FSDP')}, {size:,} parameters"
         print0(f"{Path(sys.argv[0]).name} on {self.devices} x {self.device.type}: {name}")
         step = f"{args.batch_size} samples, {args.accum_steps} x up to {each} on each device"
-        print0(
-            f"{sampler.length} samples: {sampler.steps_per_epoch} steps per epoch, each of {step}"
-        )
+        steps = f"{sampler.steps_per_epoch} steps per epoch, each of {step}"
+        print0(f"{sampler.length} samples: {steps}")
         print0(f"output directory: {self.directory}")
         layers = [*net.modules()] if args.parallel_mode != "single" else []
         norm, dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
