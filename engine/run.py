@@ -129,10 +129,11 @@ class Run:
 
     def agree_on_stop(self) -> None:
         """Set `stopping` to the highest signal that a rank has received. Call it on every rank."""
-        number = torch.tensor(self.received)
+        self.stopping = self.received
         if dist.is_initialized():
+            number = torch.tensor(self.received)
             dist.all_reduce(number, dist.ReduceOp.MAX)  # on the CPU: the host waits for no device
-        self.stopping = int(number)
+            self.stopping = int(number)
 
     def open_files(self) -> None:
         """Open the log of a run, and keep of it the lines before the position of the state."""
@@ -185,8 +186,7 @@ class Run:
             tqdm.set_lock(threading.RLock())  # its own is for several processes, and would stay
             steps, done = self.sampler.steps_per_epoch, self.state.step
             loader = self.bar = tqdm(loader, total=steps, initial=done, leave=False)
-        self.waited, self.first = 0.0, self.state.step  # since the last line of the log
-        self.lr = self.state.optimizer.param_groups[0]["lr"]
+        self.waited, self.lr = 0.0, self.state.optimizer.param_groups[0]["lr"]
         asked = self.began = time.perf_counter()
         for micro_batches in loader:
             self.waited += time.perf_counter() - asked
@@ -276,15 +276,13 @@ class Run:
     def train_line(self, grad_norm: Tensor) -> None:
         """Write the line of the steps since the last one."""
         state, means, now = self.state, self.state.meter.mean(), time.perf_counter()
-        del means["count"]  # a line after a resume counts what was trained before, too
-        seconds, self.began = now - self.began, now
-        rate = (state.step - self.first) * self.args.batch_size / seconds
+        count, seconds, self.began = means.pop("count"), now - self.began, now
         line = {"event": "train", "epoch": state.epoch, "step": state.step}
-        line |= {"global_step": state.global_step, "lr": self.lr, "samples_per_s": rate}
+        line |= {"global_step": state.global_step, "lr": self.lr, "samples_per_s": count / seconds}
         line |= {"data_wait": self.waited / seconds, "grad_norm": grad_norm.item()}
         line |= {"loss_scale": state.scaler.get_scale(), **means}
-        self.waited, self.first, state.meter = 0.0, state.step, common.Meter()
-        more = f"lr {self.lr:.5g}  {rate:.0f} samples/s  data {line['data_wait']:.0%}"
+        self.waited, state.meter = 0.0, common.Meter()
+        more = f"lr {self.lr:.5g}  {count / seconds:.0f} samples/s  data {line['data_wait']:.0%}"
         self.write(line, f"step {state.step}/{self.sampler.steps_per_epoch}", means, more)
 
     def eval_line(self, metrics: dict[str, float]) -> None:
