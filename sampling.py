@@ -49,8 +49,8 @@ class GlobalBatchSampler(Sampler):
         self.length, self.batch_size, self.seed = len(dataset), batch_size, seed
         self.accum_steps = accum_steps
         if not world_size * accum_steps <= batch_size <= self.length:
-            limits = f"{world_size} ranks x {accum_steps} micro-batches, to {self.length} samples"
-            fail(f"--batch-size {batch_size} does not fit: use a number from {limits}")
+            low = f"{world_size * accum_steps} (ranks x micro-batches)"
+            fail(f"--batch-size {batch_size} does not fit: use {low} to {self.length} (samples)")
         # Where in a batch this rank's slices lie, one of each micro-batch.
         micro_batches = np.array_split(np.arange(batch_size), accum_steps)
         self.slices = [np.array_split(places, world_size)[rank] for places in micro_batches]

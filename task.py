@@ -30,8 +30,8 @@ dataset_metrics(lists)                   {name: float}: metrics that are no mean
                                          AP. `lists` has the lists of per_sample_metrics, in order
 train_metrics(outputs, targets)          the metrics of the training log, beside the loss
 shard_modules(net)                       for fsdp: the modules that are sharded each for itself
-add_options(parser)                      calls parser.add_argument for options of this task, whose
-                                         values are numbers, texts or lists of them
+add_options(parser)                      calls parser.add_argument for options of its own: numbers,
+                                         texts, lists; parser.set_defaults(lr=0.01) for the others
 """
 
 from argparse import Namespace

@@ -17,11 +17,9 @@ from common import fail, print0
 from engine.task_file import Task
 from sampling import seed_rng
 
-ADVICE = (
-    "keep padding out of the model and the loss; draw and mix in __getitem__, from the generators "
-    "of torch, numpy or Python; for a mean over tokens return sums, undivided, and define "
-    "loss_weights; a loss that compares samples needs gather_samples; or --no-check"
-)
+DIVIDED = "do not divide by the number of samples"
+LOSS = "keep padding out of the model and the loss; docs/recipes.md has more causes"
+METRIC = "leave padding out; dataset_metrics may compare samples"
 
 
 @torch.no_grad()
@@ -60,7 +58,7 @@ def check_run(
                 found = f"{values[i]:.6g} in a batch, and {in_halves[i]:.6g} in half of it"
                 size = half if i < half else n - half
                 divided = torch.isclose(in_halves[i], values[i] * n / size)
-                advice = "do not divide by the number of samples" if divided else ADVICE
+                advice = DIVIDED if divided else LOSS if "loss" in name else METRIC
                 where = f"--task {task.args.task}: {name} of {kind} sample {indices[i]}"
                 fail(f"{where} is {found}: other samples must not change it; {advice}")
     for buffer, before in buffers:
@@ -86,7 +84,10 @@ def per_sample_values(
         losses = task.per_sample_loss(outputs, targets)
         found = {"loss": task.weigh(losses, targets)}
         found |= task.per_sample_metrics(outputs, targets) if metrics else {}
-    common.Meter().add(**found)  # raises if it is not one number per sample
+    try:
+        common.Meter().add(**found)
+    except ValueError as error:  # it is not one number per sample
+        fail(f"--task {args.task}: {error}")
     if args.parallel_mode == "dp":
         lengths = {getattr(leaf, "shape", (0,))[:1] for leaf in tree_leaves(batch)}
         if lengths != {losses.shape} or common.gather_samples.used:

@@ -59,7 +59,7 @@ class Windows(Dataset):
         self.type = np.dtype(np.uint16 if args.vocabulary <= 2**16 else np.uint32)
         self.tokens = file.stat().st_size // self.type.itemsize if file.is_file() else 0
         if self.tokens < self.context + 2:
-            problem = f"{file} is not there, or has less than {self.context} tokens"
+            problem = f"{file} is not there, or has less than {self.context + 2} tokens"
             fail(f"--data-dir: {problem}; see tasks/gpt.py prepare")
         self.samples = (random and args.samples) or (self.tokens - 1) // self.context
 

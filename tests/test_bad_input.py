@@ -73,7 +73,7 @@ ddp 2 | --task TMP/sparse.py | --task TMP/sparse.py: 0 has sparse gradients
 fsdp 2 | --task TMP/hook.py | --task TMP/hook.py: bias has a hook
 single 1 | --task TMP/divided.py | in half of it: other samples must not change it; do not divide by the number of samples
 ddp 2 | --task TMP/padding.py | --task TMP/padding.py: loss of ... in half of it ... keep padding out of the model
-single 1 | --task TMP/metric.py | --task TMP/metric.py: r2 of ... in half of it
+single 1 | --task TMP/metric.py | --task TMP/metric.py: r2 of ... in half of it ... dataset_metrics may compare samples
 ddp 2 | --task TMP/weight.py | weight of loss of
 single 1 | --task images | --dataset imagefolder needs --data-dir
 single 1 | --output-dir TMP/junk.pt/run | --output-dir TMP/junk.pt/run: cannot write in TMP/junk.pt

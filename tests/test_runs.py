@@ -350,7 +350,7 @@ f | plain --model unused           | ddp 2                          | 1 | find_u
 f | brought --model late-hook      | fsdp 2                         | 2 | head.weight has a hook, .* use optimizer.register_step_pre_hook
 f | state --model held             | fsdp 2                         | 1 | RuntimeError
   | plain --best nothing           | ddp 2                          | 2 | --best nothing: no such metric; use one of top1, top5, loss
-  | plain --batch-size 300         | ddp 2                          | 2 | --batch-size 300 does not fit: use a number from
+  | plain --batch-size 300         | ddp 2                          | 2 | --batch-size 300 does not fit: use 2 .ranks x micro-batches. to .* .samples.$
   | brought --model not-to-be-sent --workers 1 | single 1           | 1 | DataLoader worker .* exited unexpectedly
 """
 
