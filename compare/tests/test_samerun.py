@@ -1,7 +1,6 @@
 """samerun: equal runs are called the same, and a planted fault is named by its cause."""
 
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -115,8 +114,8 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("no-sampler", "", "no sampler", "N processes do one's work"),
     ("wrong-rank", "", "no sampler", "with the same rank"),
     ("set-epoch", "", "set_epoch is missing", "order of the first one"),
-    ("other-seed", "", "order of samples", "another seed"),
-    ("no-shuffle", "", "order of samples", "shuffle True in A, by DistributedSampler, shuffle False"),
+    ("other-seed", "", "order of samples", "another sampler, seed"),
+    ("no-shuffle", "", "order of samples", "epoch or shuffle"),
     ("none", "--samples 99", "batch size", "cut or filled"),
     ("seed-per-rank", "", "seed per process", "begin with different weights"),
     ("other-init", "", "first weights", "another seed"),
@@ -129,9 +128,9 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("scaled", "", "factor of the gradient", "0.3 times A's"),
     ("batch-per-rank", "", "batch per process", "32 samples in A, 32 + 32 in B"),
     ("batch-cut-twice", "", "batch per process", "32 samples in A, 8 + 8 in B"),
-    ("scheduler-per-process", "", "scheduler per process", "steps 1 times in A, 2 in B"),
-    ("no-scheduler", "", "learning rate", "another schedule"),
-    ("rate-times-world", "", "rate times processes", "the number of processes"),
+    ("scheduler-per-process", "", "learning rate", "steps more often"),
+    ("no-scheduler", "", "learning rate", "another value"),
+    ("rate-times-world", "", "learning rate", "the number of processes"),
     ("momentum", "", "momentum", "0.9 in A, 0.8 in B"),
     ("decay-groups", "", "weight_decay of a group", "groups of the optimizer"),
     ("adamw", "--optimizer adam", "another optimizer", "A has Adam, B AdamW"),
@@ -140,14 +139,14 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("clip-first", "--clip 0.3", "clipping before the reduction", "each by its own norm"),
     ("clip-limit", "--clip 0.3", "clipping", "A clips by 0.3, B by 0.15"),
     ("no-clip", "--clip 0.3", "clipping", "B by nothing"),
-    ("past-the-wrapper", "", "past the wrapper", "call the wrapper"),
-    ("no-ddp", "", "not averaged", "no DDP?"),
-    ("no-group", "", "not averaged", "no DDP?"),
-    ("no-sync-last", "--accum 2", "no_sync in the last micro-batch", "has to average"),
-    ("copied", "", "optimizer of another network", "copied"),
-    ("rebuilt-head", "", "optimizer of another network", "2 of 6 tensors"),
-    ("forgotten-head", "", "parameters in no optimizer", "head.weight"),
-    ("frozen", "", "frozen parameters", "requires_grad"),
+    ("past-the-wrapper", "", "not averaged", "past its wrapper"),
+    ("no-ddp", "", "not averaged", "no DDP"),
+    ("no-group", "", "not averaged", "no DDP"),
+    ("no-sync-last", "--accum 2", "not averaged", "in the last micro-batch"),
+    ("copied", "", "tensors without a gradient", "copied"),
+    ("rebuilt-head", "", "tensors without a gradient", "2 of A's optimizer"),
+    ("forgotten-head", "", "tensors without a gradient", "head.weight"),
+    ("frozen", "", "tensors without a gradient", "1 of A's optimizer"),
     ("detached", "", "gradient", "a part is detached"),
     ("unequal-ends", "", "mean of means", "each piece counts alike"),
     ("token-mean-of-means", "--tokens", "mean of means", "samples or tokens"),
@@ -160,7 +159,7 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("none", "--augment", "augmentation", "random transforms"),
     ("no-broadcast", "--norm batch", "buffers not broadcast", "statistics of its own samples"),
     ("padded-evaluation", "", "padded evaluation", "27 samples in A, 28 in B (14 + 14): 1 too many"),
-    ("unused-branch", "", "outputs", "is another one"),
+    ("unused-branch", "", "tensors without a gradient", "side.weight"),
     ("noise", "", "outputs", "draws numbers"),
     ("autocast", "", "mode or precision", "A computes in float32, B in bfloat16"),
     ("nan", "", "NaN", "nothing can be compared"),
@@ -181,13 +180,9 @@ def test_a_planted_fault_is_named(fault, both, cause, words):
 
 
 BEHIND = [  # causes, each behind the one before, and what is made even at the end
-    ("sum-of-ranks", "", ["sum over processes"], "gradient"),
     ("set-epoch", "", ["set_epoch is missing"], "order"),
-    ("scheduler-per-process", "", ["scheduler per process"], "settings"),
-    ("other-init", "", ["first weights"], "weights"),
     ("none", "--norm batch", ["BatchNorm"], "batchnorm"),
     ("none", "--augment", ["augmentation"], "augment"),
-    ("sum-of-ranks", "--dropout 0.2", ["dropout", "sum over processes"], "dropout, gradient"),
     ("none", "--norm batch --dropout 0.2", ["BatchNorm", "dropout"], "batchnorm, dropout"),
 ]
 
@@ -204,14 +199,13 @@ def test_causes_behind_causes_are_found(fault, both, causes, even):
 def test_the_cause_that_hides_the_rest_is_named():
     """It is the first one here; the second one could be made even, and was."""
     lines = verdict("past-the-wrapper", "--augment")
-    assert re.findall(r"^\d\. ([^:,]+)", "\n".join(lines), re.M)[0] == "past the wrapper", lines
-    assert any(line.startswith("2. augmentation") for line in lines), lines
+    assert re.findall(r"^\d\. ([^:,]+)", "\n".join(lines), re.M) == ["not averaged", "augmentation"]
     assert "What lies behind cause 1 cannot be seen before it is mended." in lines
 
 
 @pytest.mark.planted
 def test_the_cause_on_the_other_side_is_named_too():
-    for fault, text in (("past-the-wrapper", "1. past the wrapper, at step 1: A: the 2 processes"),
+    for fault, text in (("past-the-wrapper", "1. not averaged, at step 1: A: the 2 processes"),
                         ("loss-sum", "1. loss is a sum, at step 1: A's gradient is 16 times B's")):  # fmt: skip
         assert report(command(2, PLANTED, fault), command(1, PLANTED, "none"))[1].startswith(text)
 
@@ -267,7 +261,7 @@ def test_an_unknown_name_of_even_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         main(["a", "b", "--even", "weather"])
     assert end.value.code == 2
-    assert "--even weather: use seed, weights" in capsys.readouterr().err
+    assert "--even weather: use seed, order" in capsys.readouterr().err
 
 
 GAN = """
@@ -305,9 +299,7 @@ def test_an_unusual_script_is_the_same_as_itself(name, tmp_path, capsys):
     (tmp_path / "script.py").write_text(text)
     (tmp_path / "other.py").write_text(text.replace("0.01", "0.02").replace("0.1", "0.2"))
     one, other = (command(1, tmp_path / f"{n}.py") for n in ("script", "other"))
-    files = ["--json", f"{tmp_path}/result.json"]
-    assert main([one, one, *files]) == 0
-    assert json.loads((tmp_path / "result.json").read_text())["same"] is True
+    assert main([one, one]) == 0
     assert main([one, other]) == 1
     assert "learning rate" in capsys.readouterr().out
 
@@ -575,20 +567,11 @@ def test_sigterm_ends_what_was_started_and_a_stopped_program_is_no_success(tmp_p
     done = tmp_path / "done"
     (tmp_path / "train.py").write_text(HEAD + STEP.replace("range(6)", "range(10**9)"))
     a = f"sh -c '{command(1, tmp_path / 'train.py')} && touch {done}'"
-    tool = [
-        sys.executable,
-        str(HERE.parent / "samerun"),
-        a,
-        a,
-        "--steps",
-        "5",
-        "--json",
-        f"{tmp_path}/result",
-    ]
+    tool = [sys.executable, str(HERE.parent / "samerun"), a, a, "--steps", "5"]
     assert subprocess.run(tool, timeout=100, capture_output=True).returncode == 0
-    assert (tmp_path / "result").exists() and not done.exists()
+    assert not done.exists()
     (tmp_path / "train.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(99)")
-    with subprocess.Popen([*tool[:2], a, a], stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(tool[:4], stderr=subprocess.PIPE) as process:
         process.stderr.readline()  # it has begun
         process.terminate()
         assert process.wait(20) == 143
