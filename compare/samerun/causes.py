@@ -272,11 +272,10 @@ def outputs(a: Run, b: Run, k: int, limits: Limits, even: list[str]) -> Iterator
     text = f"the same samples and weights give other outputs, by {over[0]:.1g}"
     norms, drops = [run.network["norms"] for run in (a, b)], a.network["drops"]
     if any(norms) and "batchnorm" not in even:
-        why = f"{norms[0]} BatchNorm layers in A, {norms[1]} in B compute statistics of what a "
-        why += "process has in one micro-batch"
+        why = "its statistics are those of what a process has in one micro-batch"
         yield Cause("BatchNorm", k, text, why, "batchnorm")
     elif drops and "dropout" not in even:
-        why = f"{len(drops)} layers drop something, with masks of each process"
+        why = "each process draws its own masks"
         yield Cause("dropout", k, text, why, "dropout")
     else:
         why = "the network draws numbers, mixes its samples, or is another one: cause not known"

@@ -149,8 +149,8 @@ def report(
         lines.append("Give both the same batches, and compare again.")
     elif last and not result.doubts:
         here = [i for i, c in enumerate(found, 1) if c.even not in even] or [len(found)]
-        lines.append(f"What lies behind cause {here[-1]} cannot be seen before it is mended.")
-        lines += [f"Made even: {names}."] if even else []
+        made = f"With {names} made even in both: what" if even else "What"
+        lines.append(f"{made} lies behind cause {here[-1]} cannot be seen before it is mended.")
     before = min([steps, *(b.made if c.step is None else c.step for c in last)])
     if before:
         start = "Nothing" + " else" * bool(found)

@@ -154,7 +154,7 @@ FAULTS = [  # fault, options of both, the first cause, words of its reason or it
     ("shifted-targets", "", "gradient", "mean loss"),
     ("zero-grad-between", "--accum 2", "weights of the pieces", "B by 0 0.5 0 0.5"),
     ("none", "--norm batch", "BatchNorm", "in one micro-batch"),
-    ("none", "--dropout 0.2", "dropout", "masks of each process"),
+    ("none", "--dropout 0.2", "dropout", "its own masks"),
     ("stays-in-eval", "", "mode or precision", "B in float32 in eval mode"),
     ("none", "--augment", "augmentation", "random transforms"),
     ("no-broadcast", "--norm batch", "buffers not broadcast", "statistics of its own samples"),
@@ -200,7 +200,7 @@ def test_the_cause_that_hides_the_rest_is_named():
     """It is the first one here; the second one could be made even, and was."""
     lines = verdict("past-the-wrapper", "--augment")
     assert re.findall(r"^\d\. ([^:,]+)", "\n".join(lines), re.M) == ["not averaged", "augmentation"]
-    assert "What lies behind cause 1 cannot be seen before it is mended." in lines
+    assert any("what lies behind cause 1 cannot be seen" in line for line in lines), lines
 
 
 @pytest.mark.planted
