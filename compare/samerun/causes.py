@@ -128,7 +128,8 @@ def parting(a: Run, b: Run, limits: Limits, even: list[str], hidden: bool) -> It
     inside = any(run.averages_inside() for run in (a, b))  # then weights tell what gradients do not
     for k in range(min(a.steps, b.steps)):
         changed = list(state("weights", a, b, k, limits))
-        found = [*missing(a, b, k), *settings(a, b, k), *modes(a, b, k, even), *changed]
+        other_mode = list(modes(a, b, k, even))
+        found = [*missing(a, b, k), *settings(a, b, k), *other_mode, *changed]
         if inside:
             apart = k + 1 < b.steps and limits.excess("weights", a, b, k + 1)
         else:
@@ -137,8 +138,8 @@ def parting(a: Run, b: Run, limits: Limits, even: list[str], hidden: bool) -> It
             found += state("buffers", a, b, k, limits)
         elif apart and (k == 0 or not changed):
             why = list(samples(a, b, k))
-            if not changed:
-                why = why or list(outputs(a, b, k, limits, even))
+            if not (why or changed or other_mode):
+                why = list(outputs(a, b, k, limits, even))
                 if not (why or found or hidden or inside):
                     why = list(gradients(a, b, k, limits))
             found += why

@@ -219,11 +219,12 @@ def unpack(step: dict) -> dict:
 
 
 def rename(a: Run, b: Run) -> None:
-    """Give B's tensors A's names: of those of one size, those with the nearest first values."""
+    """Give the tensors of B's optimizers A's names: of one size, those with the nearest values."""
     mine, theirs = ({}, {})
     for run, first in ((a, mine), (b, theirs)):
+        held = set(run.held())
         for k in reversed(range(run.made)):
-            first |= run.whole(k, "weights")
+            first |= {n: w for n, w in run.whole(k, "weights").items() if n in held}
     free = {n: w for n, w in mine.items() if n not in theirs or len(theirs[n]) != len(w)}
     new = {}
     for name, values in theirs.items():
@@ -236,7 +237,8 @@ def rename(a: Run, b: Run) -> None:
         return
 
     def renamed(values: dict) -> dict:
-        return {new.get(name, name): value for name, value in values.items()}
+        own = {name: value for name, value in values.items() if name not in new}
+        return own | {new[name]: values[name] for name in new.keys() & values.keys()}
 
     for step in (step for rank in b.ranks for step in rank):
         step |= {what: renamed(step[what]) for what in MERGED}

@@ -31,6 +31,9 @@ def launch(
     ended = not any(folder.glob("*.done"))
     run = read(letter, folder, ended)
     if run.steps and (not ended or code == 0):
+        held = [{n: len(w) for n, w in rank[0]["weights"].items()} for rank in run.ranks]
+        if any(held[0].get(name, size) != size for rank in held for name, size in rank.items()):
+            raise CannotSay(f"{letter}: its processes train different networks, as in a pipeline")
         return run
     why = f"{letter} ended with exit code {code}, after {run.made} steps"
     if code is None:

@@ -61,6 +61,7 @@ class Watcher:
 
     def new_step(self):
         self.calls, self.pieces, self.clips, self.unsplit = [], [], [], False
+        self.over = False  # a step was made, and nothing else since
         self.buffers = {}
         self.computed = deque(maxlen=8)  # outputs, which may go into another network
 
@@ -98,6 +99,8 @@ class Watcher:
         if not parameters:  # a loss, or a wrapper
             return None
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        if trained and self.over:
+            self.new_step()
         if trained and id(module) not in self.networks:
             self.first_call(module)
         if trained and self.watched and not self.calls:
@@ -245,6 +248,8 @@ class Watcher:
         """Return the loss: torch.autograd.backward, but not one within another."""
         if self.busy:
             return None
+        if self.over:
+            self.new_step()
         self.busy, self.local = True, {}
         self.backwards += 1
         losses = args[0] if args else kwargs["tensors"]
@@ -273,8 +278,8 @@ class Watcher:
             self.attempt(self.see_step, optimizer)
             return None
 
-        def watched():  # Lightning computes the gradients within the step
-            result = closure()
+        def watched(*args, **kwargs):  # Lightning computes the gradients within the step
+            result = closure(*args, **kwargs)
             if self.record is None:
                 self.attempt(self.see_step, optimizer)
             return result
@@ -283,7 +288,7 @@ class Watcher:
 
     def see_step(self, optimizer):
         self.begin()
-        if id(optimizer) in self.stepped or self.stepped_after != self.backwards:
+        if not self.busy or id(optimizer) in self.stepped:  # not one of several within a backward
             self.number, self.stepped = self.made, set()
             self.end_if_enough()
         self.optimizer, self.record = optimizer, {}
@@ -331,8 +336,7 @@ class Watcher:
     def after_step(self, optimizer, args, kwargs):
         if self.record is not None and optimizer is self.optimizer:
             self.attempt(self.end_step)
-            self.record = None
-            self.new_step()
+            self.record, self.over = None, True
 
     def end_step(self):
         self.write("step", **self.record)
