@@ -209,7 +209,7 @@ def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
         elif option == "lr":
             n, ratio = max(a.world, b.world), float(q) / (float(p) or np.inf)
             name, why = "learning rate", "another value, or a scheduler that steps more often"
-            if n > 1 and near(ratio, n, 1 / n):
+            if k == 0 and n > 1 and near(ratio, n, 1 / n):
                 why = f"times {n}, the number of processes: it is scaled with the batch size"
         yield Cause(name, k, text, why)
 
