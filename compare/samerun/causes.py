@@ -7,7 +7,7 @@ outputs, and what one gradient is made of.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class Cause:
     step: int | None  # from 0; None: of no step
     text: str  # what differs, and by how much
     why: str
-    even: dict = field(default_factory=dict)  # what to make even, to look behind it
+    even: str = ""  # what to make even, to look behind it
     hides: bool = False  # gradients, and all that follows
 
 
@@ -31,22 +31,22 @@ def near(value: float, *others: float) -> bool:
     return any(bool(np.isclose(value, other, rtol=2e-3)) for other in others)
 
 
-def diagnose(a: Run, b: Run, again: Run, limits: Limits, even: dict) -> list[Cause]:
+def diagnose(a: Run, b: Run, again: Run, limits: Limits, even: list[str]) -> list[Cause]:
     """Return the causes by which B is not A. What both runs do is no difference."""
     if text := restless(a, again, limits):
         text = f"A, started twice, is not the same run: {text}"
         why = "no seed is set; or it resumes from a file that it wrote: name that as {dir}/FILE"
-        return [Cause(NO_SEED, 0, text, why, {"seed": True})]
+        return [Cause(NO_SEED, 0, text, why, "seed")]
     rename(a, b)
     x, y = ({cause.name: cause for cause in alone(run)} for run in (a, b))
     found = [cause for name, cause in (x | y).items() if not (name in x and name in y)]
     parted = list(parting(a, b, limits, even, hidden=any(c.hides for c in found)))
-    if any("order" in c.even for c in found):  # of the second epoch: what differs there follows
+    if any(c.even == "order" for c in found):  # of the second epoch: what differs there follows
         first = len(b.orders()[0])
         taken = np.cumsum([len(b.samples(k)[0]) for k in range(b.steps)])
-        parted = [c for c in parted if "order" not in c.even or taken[c.step] <= first]
+        parted = [c for c in parted if c.even != "order" or taken[c.step] <= first]
     found += parted
-    if not any("order" in c.even for c in found):  # an evaluation may take samples of the training
+    if not any(c.even == "order" for c in found):  # an evaluation may take samples of the training
         found += evaluation(a, b)
     return found or list(averages(a, b, again))
 
@@ -76,38 +76,22 @@ def restless(a: Run, again: Run, limits: Limits) -> str:
 
 def alone(run: Run) -> Iterator[Cause]:
     """Yield what does not fit together in one run: its ranks, its optimizer, its epochs."""
-    first, who = run.first(0), f"the {run.world} processes"
+    who = f"the {run.world} processes"
 
     def cause(name: str, text: str, why: str, step: int | None = 0, **more) -> Cause:
         return Cause(name, step, f"{run.letter}: {text}", why, **more)
 
-    if strange := first["strange"]:
-        text = f"{len(strange)} of {len(first['group_of'])} tensors of the optimizer are in no "
-        text += "trained network, and have no gradient"
-        why = "the network was copied, rebuilt or cut into shards after the optimizer was made"
-        yield cause("optimizer of another network", text, why, hides=True)
-    if names := run.first(run.made - 1)["forgotten"]:
-        text = f"{len(names)} trainable parameters are in no optimizer: {', '.join(names[:3])}"
-        why = "made after the optimizer, or left out of its groups: they stay as they are"
-        yield cause("parameters in no optimizer", text, why, hides=True)
     apart, parted = run.spread("weights"), run.spread("stepped", 1e-5)
     if apart and apart[0] == 0:
         text = f"{who} begin with different weights ({apart[1]:.1g})"
         why = "each has its own seed, or none, before it builds the network; no DDP sends rank 0's"
-        yield cause("seed per process", text, why, even={"weights": True})
+        yield cause("seed per process", text, why, hides=True)
     norms = [rank[0]["clips"][0][0] for rank in run.ranks if rank[0]["clips"]]
     if parted and not run.averages_inside() and parted[0] + 1 < run.steps:
         k, far, names = parted
-        name, why = "not averaged", "nothing averages the gradients before the step: no DDP?"
-        if len(names) < len(run.first(k)["stepped"]):
-            why = f"of {', '.join(names[:3])} alone, which may be outside of DDP"
-        elif "DistributedDataParallel" in run.first(k)["events"]:
-            name = "no_sync in the last micro-batch"
-            why = "no_sync is around the last micro-batch of a step too, which has to average"
-        elif "DDP made" in run.first(k)["events"]:
-            name = "past the wrapper"
-            why = "the forward goes past the DDP wrapper: call the wrapper, not the network"
-        yield cause(name, f"{who} step with different gradients ({far:.1g})", why, k, hides=True)
+        text = f"{who} step with different gradients ({far:.1g}) of {', '.join(names[:3])}"
+        why = "no DDP, a forward past its wrapper, or no_sync in the last micro-batch too"
+        yield cause("not averaged", text, why, k, hides=True)
     elif not parted and norms and max(norms) > min(norms) * 1.001:
         text = f"{who} clip, each by its own norm ({numbers(norms)}), and average after that"
         why = "clip after it, by the norm of the whole batch's gradient"
@@ -130,13 +114,13 @@ def alone(run: Run) -> Iterator[Cause]:
     if two and one != sorted(one) and one[: len(two)] == two[: len(one)]:
         text = "the second epoch has the order of the first one"
         why = "call sampler.set_epoch(epoch) before each epoch, or draw with another seed in each"
-        yield cause("set_epoch is missing", text, why, None, even={"order": True})
+        yield cause("set_epoch is missing", text, why, None, even="order")
 
 
 # ---- where two runs part -------------------------------------------------------------------------
 
 
-def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterator[Cause]:
+def parting(a: Run, b: Run, limits: Limits, even: list[str], hidden: bool) -> Iterator[Cause]:
     """Yield what differs in the first step in which something does.
 
     hidden: one run alone has a fault after which no gradient is that of the whole batch.
@@ -144,7 +128,8 @@ def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterato
     inside = any(run.averages_inside() for run in (a, b))  # then weights tell what gradients do not
     for k in range(min(a.steps, b.steps)):
         changed = list(state("weights", a, b, k, limits))
-        found = [*settings(a, b, k), *modes(a, b, k, even), *changed]
+        other_mode = list(modes(a, b, k, even))
+        found = [*missing(a, b, k), *settings(a, b, k), *other_mode, *changed]
         if inside:
             apart = k + 1 < b.steps and limits.excess("weights", a, b, k + 1)
         else:
@@ -153,10 +138,10 @@ def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterato
             found += state("buffers", a, b, k, limits)
         elif apart and (k == 0 or not changed):
             why = list(samples(a, b, k))
-            if not changed:
-                why = why or list(outputs(a, b, k, limits, even))
-                if not why and not hidden and not inside:
-                    why = [apart] if isinstance(apart, Cause) else list(gradients(a, b, k, limits))
+            if not (why or changed or other_mode):
+                why = list(outputs(a, b, k, limits, even))
+                if not (why or found or hidden or inside):
+                    why = list(gradients(a, b, k, limits))
             found += why
         yield from found
         if found or hidden:
@@ -171,23 +156,23 @@ def parting(a: Run, b: Run, limits: Limits, even: dict, hidden: bool) -> Iterato
 def state(what: str, a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
     """Compare the weights or the buffers before a step."""
     if over := limits.excess(what, a, b, k):
-        name, even = "new weights", {}
+        name, even = "new weights", ""
         why = "another state of the optimizer, like momentum; or something else changes them"
         if what == "buffers":
-            name, even = "buffers", {"batchnorm": True}
+            name, even = "buffers", "batchnorm"
             why = "of BatchNorm: statistics of rank 0's samples alone; of others cause not known"
         elif not any(over[1] in a.first(j)["weights"] for j in range(k)):
-            name, even = "first weights", {"weights": True}
+            name = "first weights"
             why = "another seed, or other draws before the network is built"
         yield Cause(name, k, f"they differ by up to {over[0]:.2g} ({over[1]})", why, even)
 
 
-def modes(a: Run, b: Run, k: int, even: dict) -> Iterator[Cause]:
+def modes(a: Run, b: Run, k: int, even: list[str]) -> Iterator[Cause]:
     """Compare the probabilities of dropout, and in which mode and type the network computes."""
     x, y = (shown(run.network["drops"][:5]) or "0" for run in (a, b))
     if x != y and "dropout" not in even:
         why = "layers of the network drop another share"
-        yield Cause("drop probability", k, f"{x} in A, {y} in B", why, {"dropout": True})
+        yield Cause("drop probability", k, f"{x} in A, {y} in B", why, "dropout")
     found = []
     for run in (a, b):
         calls = [call for rank in run.calls(k) for call in rank]
@@ -215,10 +200,6 @@ def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
     if clips[0] != clips[1]:
         text = f"A clips by {clips[0] or 'nothing'}, B by {clips[1] or 'nothing'}"
         yield Cause("clipping", k, text, "the limits of clip_grad_norm_")
-    even = {"settings": []}
-    for step in map(a.first, range(a.made)):
-        places = {b.own_names.get(name, name): i for name, i in step["group_of"].items()}
-        even["settings"].append({"groups": step["groups"], "group_of": places})
     for (option, p, q), count in sorted(differ.items()):
         name, why = option, "another value"
         text = f"{p} in A, {q} in B"
@@ -226,8 +207,11 @@ def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
             name, why = f"{option} of a group", "the groups of the optimizer are not the same"
             text += f" for {count} of {len(shared)} parameters"
         elif option == "lr":
-            name, why = rate(a, b, float(q) / (float(p) or np.inf), max(a.world, b.world))
-        yield Cause(name, k, text, why, even)
+            n, ratio = max(a.world, b.world), float(q) / (float(p) or np.inf)
+            name, why = "learning rate", "another value, or a scheduler that steps more often"
+            if k == 0 and n > 1 and near(ratio, n, 1 / n):
+                why = f"times {n}, the number of processes: it is scaled with the batch size"
+        yield Cause(name, k, text, why)
 
 
 def shown(value: object) -> str:
@@ -237,18 +221,6 @@ def shown(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return ", ".join(map(shown, value))
     return f"{value:.8g}" if isinstance(value, float) else str(value)
-
-
-def rate(a: Run, b: Run, ratio: float, n: int) -> tuple[str, str]:
-    """Name what makes another learning rate."""
-    calls = [run.scheduler_steps() for run in (a, b)]
-    if calls[0] != calls[1] and all(calls):
-        why = f"for each step the scheduler steps {calls[0]} times in A, {calls[1]} in B"
-        return "scheduler per process", why
-    if n > 1 and near(ratio, n, 1 / n):
-        why = f"times {n}, the number of processes: it is scaled with the batch size"
-        return "rate times processes", why
-    return "learning rate", "another value, or another schedule"
 
 
 def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
@@ -270,7 +242,7 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
     if p == q:
         text = f"the same samples, but {len(y) - (looks[0] & looks[1]).total()} look different"
         why = "random transforms draw from the state of each process, or the data set is another"
-        yield Cause("augmentation", k, text, why, {"augment": True})
+        yield Cause("augmentation", k, text, why, "augment")
     elif len(x) != len(y):
         n, ratio = max(a.world, b.world), len(y) / len(x)
         text = f"a step takes {a.per_rank(k)} samples in A, {b.per_rank(k)} in B"
@@ -283,8 +255,8 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
         why = "other samples, another order, or numbers that each process draws: no loader tells"
         yield Cause("inputs of the network", k, text, why)
     else:
-        why = f"drawn by {a.sampler()} in A, by {b.sampler()} in B, or with another seed or epoch"
-        yield Cause("order of samples", k, text, why, {"order": True})
+        why = "another sampler, seed, epoch or shuffle"
+        yield Cause("order of samples", k, text, why, "order")
 
 
 def same_outputs(a: Run, b: Run, k: int) -> bool:
@@ -293,7 +265,7 @@ def same_outputs(a: Run, b: Run, k: int) -> bool:
     return len(x) > 1 and x.shape == y.shape and np.allclose(x, y, rtol=1e-4)
 
 
-def outputs(a: Run, b: Run, k: int, limits: Limits, even: dict) -> Iterator[Cause]:
+def outputs(a: Run, b: Run, k: int, limits: Limits, even: list[str]) -> Iterator[Cause]:
     """Compare what the networks make of the same samples with the same weights."""
     over = limits.excess("outputs", a, b, k)
     if not over or same_outputs(a, b, k):
@@ -301,32 +273,34 @@ def outputs(a: Run, b: Run, k: int, limits: Limits, even: dict) -> Iterator[Caus
     text = f"the same samples and weights give other outputs, by {over[0]:.1g}"
     norms, drops = [run.network["norms"] for run in (a, b)], a.network["drops"]
     if any(norms) and "batchnorm" not in even:
-        why = f"{norms[0]} BatchNorm layers in A, {norms[1]} in B compute statistics of what a "
-        why += "process has in one micro-batch"
-        yield Cause("BatchNorm", k, text, why, {"batchnorm": True})
+        why = "its statistics are those of what a process has in one micro-batch"
+        yield Cause("BatchNorm", k, text, why, "batchnorm")
     elif drops and "dropout" not in even:
-        why = f"{len(drops)} layers drop something, with masks of each process"
-        yield Cause("dropout", k, text, why, {"dropout": True})
+        why = "each process draws its own masks"
+        yield Cause("dropout", k, text, why, "dropout")
     else:
         why = "the network draws numbers, mixes its samples, or is another one: cause not known"
-        yield Cause("outputs", k, text, why, {"dropout": True})
+        yield Cause("outputs", k, text, why, "dropout")
 
 
-def differing(a: Run, b: Run, k: int, limits: Limits) -> Cause | tuple[float, str] | None:
-    """Return how far a gradient is beyond roundings and of which tensor, or that it is missing."""
-    x, y = a.whole(k, "gradients"), b.whole(k, "gradients")
-    for mine, theirs, run, there in ((x, y, a, b), (y, x, b, a)):
+def missing(a: Run, b: Run, k: int) -> Iterator[Cause]:
+    """Compare which tensors have a gradient."""
+    for run, there in ((a, b), (b, a)):
+        mine, theirs = (side.whole(k, "gradients") for side in (run, there))
         large = [name for name in mine if norm({name: mine[name]}) > 1e-6 * norm(mine)]
         names = [name for name in large if name not in theirs]
         if names and not there.first(k)["unseen"]:
-            name, why = "other parameters", f"{there.letter} has no such tensors"
-            if set(names) & set(there.held()):
-                name = "frozen parameters"
-                why = f"in {there.letter} requires_grad is False, or the loss does not use them"
-            text = f"{len(names)} have a gradient in {run.letter}, none in {there.letter}: "
-            return Cause(name, k, text + ", ".join(names[:3]), why)
+            text = f"{len(names)} of {run.letter}'s optimizer have a gradient, but none in "
+            text += f"{there.letter}'s: {', '.join(names[:3])}"
+            why = f"in {there.letter} they are frozen, unused or in no optimizer, or the network "
+            why += "was copied or rebuilt after the optimizer was made"
+            yield Cause("tensors without a gradient", k, text, why)
+
+
+def differing(a: Run, b: Run, k: int, limits: Limits) -> tuple[float, str] | None:
+    """Return how far a gradient is beyond roundings, and of which tensor."""
     over = limits.excess("gradients", a, b, k)
-    [factor], left = shares(y, [x])
+    [factor], left = shares(b.whole(k, "gradients"), [a.whole(k, "gradients")])
     by_chance = left < allowed(limits, k) and abs(factor - 1) < max(3 * left, 1e-6)
     return None if over and over[0] < 0.01 and by_chance else over
 
@@ -349,11 +323,7 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
         joined = theirs.mean() * many.world if their_rest < 1e-3 else np.nan
         name, why = factor_of(factor, joined, few, many, k)
         text = f"{many.letter}'s gradient is {factor:.6g} times {few.letter}'s"
-        clips = [c for run in (a, b) for j in range(k, run.made) for c in run.first(j)["clips"]]
-        even = {"gradient": [float(factor if many is b else 1 / factor), k]}
-        if any(size > limit for size, limit, _ in clips):
-            even = {}  # what clipping leaves has another factor
-        yield Cause(name, k, text, why, even)
+        yield Cause(name, k, text, why)
         return
     name, why = "gradient", "another loss, a part is detached, or something changes gradients"
     if not (a.split(k) and b.split(k)):

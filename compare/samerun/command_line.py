@@ -6,17 +6,14 @@ Both run for some steps, unchanged. Exit code 0: the same, 1: not the same, 2: c
 """
 
 import argparse
-import json
 import signal
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
 
 from samerun.compare import compare
 from samerun.running import CannotSay
 
-NAMES = ("seed", "weights", "order", "augment", "dropout", "batchnorm")  # see samerun_even.py
+NAMES = ("seed", "order", "augment", "dropout", "batchnorm")  # see samerun_even.py
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +28,6 @@ def main(argv: list[str] | None = None) -> int:
     option("--float64", action="store_true", help="set this default dtype in both")
     option("--timeout", type=float, default=600, help="seconds that a run may take")
     option("--fresh", action="store_true", help="start each process anew, as by hand: slower")
-    option("--json", metavar="FILE", help="write the result as JSON")
     args = parser.parse_args(argv)
     names = [n for n in args.even.split(",") if n]
     if wrong := [n for n in names if n not in NAMES]:
@@ -51,6 +47,4 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     print(*result.lines, sep="\n")
-    if args.json:
-        Path(args.json).write_text(json.dumps(asdict(result), indent=1, default=str))
     return {True: 0, False: 1, None: 2}[result.same]

@@ -4,7 +4,6 @@ So causes behind causes are found. A third run is A with another last bit in its
 far that goes says what roundings can do.
 """
 
-import json
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from samerun import causes
 from samerun.records import Limits, Run, gaps, norm, pair
 from samerun.running import launch
 
-ROUNDS = 8  # of runs with more and more made even
 FEWEST = 5  # steps, for a verdict
 
 
@@ -40,41 +38,28 @@ def compare(
     say: Callable[[str], None] = print,
 ) -> Result:
     """Run both commands until nothing else differs, or nothing more can be seen."""
-    even = dict.fromkeys([*even_names, *["float64"] * float64], True)
+    even = [*even_names, *["float64"] * float64]
     found = {}
-    made, weights = {}, {}  # runs by letter, shake and plan; and the directory that has A's weights
 
     def run(letter: str, shake: bool = False) -> Run:
-        """Return what a command did with these things made even; A runs again for a new plan."""
-        own = ("weights", "settings", "gradient")  # which are A's, so that A has them
-        plan = {k: v for k, v in even.items() if letter == "B" or k not in own}
-        if letter == "A" and not shake and "weights" in even:
-            plan["keep"] = True
-        key = json.dumps([letter, shake, plan], default=float)
-        if key not in made:
-            words = f", with {', '.join(even)} made even" if even else ""
-            say(f"{letter}{' again, with another last bit' * shake}{words}")
-            path = Path(folder) / str(len(made))
-            if "keep" in plan:
-                weights["weights"] = str(path)
-            elif "weights" in plan:
-                plan |= weights
-            plan = {"steps": steps, "shake": shake, "even": plan}
-            command = {"A": command_a, "B": command_b}[letter]
-            made[key] = launch(letter, command, path, plan, timeout, fresh)
-        return made[key]
+        """Return what a command did with these things made even."""
+        words = f", with {', '.join(even)} made even" if even else ""
+        say(f"{letter}{' again, with another last bit' * shake}{words}")
+        plan = {"steps": steps, "shake": shake, "even": [*even]}
+        path = Path(tempfile.mkdtemp(dir=folder))
+        return launch(letter, command_a if letter == "A" else command_b, path, plan, timeout, fresh)
 
     with tempfile.TemporaryDirectory(prefix="samerun-", ignore_cleanup_errors=True) as folder:
-        for _ in range(ROUNDS):
+        while True:
             a, b, again = run("A"), run("B"), run("A", shake=True)
             limits = Limits(a, again)
             a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
             new = causes.diagnose(a, b, again, limits, even)
             found |= {c.name: c for c in new if c.name not in found}
-            remedies = {k: v for c in new for k, v in c.even.items() if k not in even}
+            remedies = [c.even for c in new if c.even and c.even not in even]
             if not remedies:
                 break
-            even |= remedies
+            even += remedies
     far, noise = zip(*(apart(a, b, limits, k) for k in range(min(a.steps, b.steps))))
     result = Result(False, list(found.values()), [], list(far), list(noise))
     if not found.keys() - {causes.NO_SEED}:
@@ -139,7 +124,7 @@ def count(number: int, word: str) -> str:
 
 
 def report(
-    result: Result, a: Run, b: Run, limits: Limits, even: dict, last: list[causes.Cause]
+    result: Result, a: Run, b: Run, limits: Limits, even: list[str], last: list[causes.Cause]
 ) -> list[str]:
     """Return the lines for a person. last: by what the last runs still differ."""
     found, steps, names = result.causes, len(result.deviations), ", ".join(even)
@@ -159,14 +144,13 @@ def report(
             where = "" if c.step is None else f", at step {c.step + 1}"
             lines += [f"{i}. {c.name}{where}: {c.text}", f"   why: {c.why}"]
         lines += [f"   and {len(found) - 6} more"] if len(found) > 6 else []
-    order = [c for c in last if "order" in c.even]
-    if last and order and "order" in even:
+    if "order" in even and any(c.even == "order" for c in last):
         lines.append("With the order made even the runs still get other samples.")
         lines.append("Give both the same batches, and compare again.")
     elif last and not result.doubts:
-        blocking = [i for i, c in enumerate(found, 1) if c.hides or not c.even] or [len(found)]
-        lines.append(f"What lies behind cause {blocking[0]} cannot be seen before it is mended.")
-        lines += [f"Made even: {names}."] if even else []
+        here = [i for i, c in enumerate(found, 1) if c.even not in even] or [len(found)]
+        made = f"With {names} made even in both: what" if even else "What"
+        lines.append(f"{made} lies behind cause {here[-1]} cannot be seen before it is mended.")
     before = min([steps, *(b.made if c.step is None else c.step for c in last)])
     if before:
         start = "Nothing" + " else" * bool(found)

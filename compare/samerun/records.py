@@ -3,7 +3,7 @@
 import collections
 import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +34,9 @@ class Run:
     letter: str  # A or B
     ranks: list[list[dict]]
     network: dict  # the largest one
-    epochs: list[dict]  # of rank 0's loaders: size, sampler
     evaluated: list[list[Sample]]  # of each rank: its first evaluation after a step
     averages: dict[tuple, Tensors]  # of rank 0: by step and number of the copy
     ended: bool  # by the program itself, before the last step to be seen
-    own_names: dict[str, str] = field(default_factory=dict)  # by A's name of the tensor
 
     def __post_init__(self):
         self.world = len(self.ranks)
@@ -142,16 +140,6 @@ class Run:
         """Return loss and local gradient of each backward on each rank."""
         return [piece for rank in self.ranks for piece in rank[k]["pieces"]]
 
-    def sampler(self) -> str:
-        """Return what drew the training set in its first epoch."""
-        sizes = {s.size for rank in self.samples(0) for s in rank}
-        return next((e["sampler"] for e in self.epochs if e["size"] in sizes), "the program itself")
-
-    def scheduler_steps(self) -> int:
-        """Return how often schedulers stepped after the first step."""
-        counts = [step["events"].get("scheduler", 0) for step in self.ranks[0][:2]]
-        return counts[-1] - counts[0]
-
     def orders(self) -> list[list[int]]:
         """Return the indices that rank 0 took, epoch by epoch: of the epochs that trained."""
         found = collections.defaultdict(list)
@@ -190,7 +178,7 @@ def read(letter: str, folder: Path, ended: bool = False) -> Run:
     averages = kept[0]["average"] if kept else []
     averages = {(a["step"], a["number"]): a["weights"] for a in averages}
     steps = [merged(rank["step"]) for rank in kept]
-    return Run(letter, steps, network, kept[0]["epoch"] if kept else [], evaluated, averages, ended)
+    return Run(letter, steps, network, evaluated, averages, ended)
 
 
 def records_of(path: Path) -> Iterator[dict]:
@@ -231,11 +219,12 @@ def unpack(step: dict) -> dict:
 
 
 def rename(a: Run, b: Run) -> None:
-    """Give B's tensors A's names: of those of one size, those with the nearest first values."""
+    """Give the tensors of B's optimizers A's names: of one size, those with the nearest values."""
     mine, theirs = ({}, {})
     for run, first in ((a, mine), (b, theirs)):
+        held = set(run.held())
         for k in reversed(range(run.made)):
-            first |= run.whole(k, "weights")
+            first |= {n: w for n, w in run.whole(k, "weights").items() if n in held}
     free = {n: w for n, w in mine.items() if n not in theirs or len(theirs[n]) != len(w)}
     new = {}
     for name, values in theirs.items():
@@ -246,10 +235,10 @@ def rename(a: Run, b: Run) -> None:
                 free.pop(new[name])
     if not new:
         return
-    b.own_names = {other: name for name, other in new.items()}
 
     def renamed(values: dict) -> dict:
-        return {new.get(name, name): value for name, value in values.items()}
+        own = {name: value for name, value in values.items() if name not in new}
+        return own | {new[name]: values[name] for name in new.keys() & values.keys()}
 
     for step in (step for rank in b.ranks for step in rank):
         step |= {what: renamed(step[what]) for what in MERGED}

@@ -23,7 +23,7 @@ import traceback
 import types
 from pathlib import Path
 
-SLOW = ["numpy", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim"]
+SLOW = ["numpy", "torch._dynamo"]  # torch.optim imports the second one late
 SUBREAPER = 36  # of prctl: what a descendant leaves becomes a child of this process
 
 

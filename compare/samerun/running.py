@@ -15,8 +15,6 @@ from pathlib import Path
 from samerun.records import Run, read
 
 HERE = Path(__file__).resolve().parent
-QUIET = {"WANDB_MODE": "disabled", "COMET_MODE": "disabled", "NEPTUNE_MODE": "debug"}
-QUIET |= {"CLEARML_OFFLINE_MODE": "1", "MLFLOW_TRACKING_URI": "{dir}/mlflow"}  # nothing is sent
 RUNNERS: dict[str, subprocess.Popen] = {}  # by their Python
 
 
@@ -28,12 +26,14 @@ def launch(
     letter: str, command: str, folder: Path, plan: dict, timeout: float, fresh: bool = False
 ) -> Run:
     """Run a command under the observer; return what its processes saw."""
-    folder.mkdir()
     (folder / "plan.json").write_text(json.dumps(plan, default=float))
     code = start(command, folder, timeout, fresh)
     ended = not any(folder.glob("*.done"))
     run = read(letter, folder, ended)
     if run.steps and (not ended or code == 0):
+        held = [{n: len(w) for n, w in rank[0]["weights"].items()} for rank in run.ranks]
+        if any(held[0].get(name, size) != size for rank in held for name, size in rank.items()):
+            raise CannotSay(f"{letter}: its processes train different networks, as in a pipeline")
         return run
     why = f"{letter} ended with exit code {code}, after {run.made} steps"
     if code is None:
@@ -55,11 +55,9 @@ def launch(
 def start(command: str, folder: Path, timeout: float, fresh: bool) -> int | None:
     """Run a command; return its exit code, or None if it took too long. Nothing is left of it."""
     paths = [str(HERE / "observer"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    added = {name: value.replace("{dir}", str(folder)) for name, value in QUIET.items()}
-    added["PYTHONPATH"] = os.pathsep.join(paths)
-    added["TORCHDYNAMO_DISABLE"] = "1"  # a compiled network cannot be watched
-    added["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # by which torch loads the observer
-    environment = {**os.environ, **added}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "WANDB_MODE": "disabled"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # a compiled network cannot be watched
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # by which torch loads the observer
     try:
         words = shlex.split(command.replace("{dir}", str(folder)))
     except ValueError as error:

@@ -1,18 +1,13 @@
 """What samerun can make even in both commands, to see what else differs. It runs in the programs.
 
 seed        torch, NumPy and random start from seed 0: for a script that sets no seed
-weights     the networks of B begin with the weights and buffers of A
 order       RandomSampler and DistributedSampler draw one permutation for each epoch
 augment     random numbers in a data set depend on the index of the sample alone
 dropout     drops nothing
 batchnorm   each sample is normalized by itself, so that no sample sees another one
-settings    the groups of B's optimizer have the values of A's, step by step
-gradient    B's gradient is divided by this factor before the step
 float64     the default dtype
-keep        A's weights are written to a file, for B
 """
 
-import os
 import random
 import zlib
 
@@ -82,32 +77,15 @@ def fetch(fetcher, indices):
     return fetcher.collate_fn(samples if fetcher.auto_collation else samples[0])
 
 
-def network(module, number, even, folder, rank, place):
-    """Before the first training forward: a network's weights, and what draws or mixes samples."""
-    tensors = [t.detach() for t in (*module.parameters(), *module.buffers())]
-    path = f"{even.get('weights')}/weights-{number}.pt"
-    kept = torch.load(path) if os.path.exists(path) else []
-    if "weights" in even and [t.shape for t in kept] == [t.shape for t in tensors]:
-        for mine, other in zip(tensors, kept):
-            offset, part, _ = place(mine)
-            part.copy_(other.flatten()[offset : offset + part.numel()].view(part.shape))
-    elif "keep" in even and number and rank == 0 and not any(map(is_shard, tensors)):
-        torch.save(tensors, f"{folder}/weights-{number}.pt")
+def network(module, even):
+    """Make even what draws or mixes samples in a network, before its first training forward."""
     for layer in module.modules():
         if "dropout" in even and drops(layer):
-            for name in (
-                "p",
-                "drop_prob",
-                "dropout",
-            ):  # nn.MultiheadAttention and nn.LSTM have the last
+            for name in ("p", "drop_prob", "dropout"):  # nn.LSTM has the last
                 if isinstance(getattr(layer, name, None), float):
                     setattr(layer, name, 0.0)
         if "batchnorm" in even and "BatchNorm" in type(layer).__name__:
             layer.forward = lambda x, m=layer: functional.group_norm(x, 1, m.weight, m.bias, m.eps)
-
-
-def is_shard(tensor):
-    return hasattr(tensor, "placements")
 
 
 def drops(layer):

@@ -21,8 +21,7 @@ from dataclasses import is_dataclass
 import samerun_even
 import torch
 import torch.distributed
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler, optimizer, swa_utils
+from torch.optim import optimizer, swa_utils
 from torch.utils.data import DataLoader, dataloader, get_worker_info
 
 SMALL, WIDTH = 1024, 256  # of a tensor with more than SMALL numbers, WIDTH signed sums are kept
@@ -39,7 +38,7 @@ class Watcher:
         """Begin anew: at the start, and in a forked process."""
         self.folder = os.environ["SAMERUN_DIR"]
         with open(f"{self.folder}/plan.json") as file:
-            plan = json.load(file)  # {"steps": N, "shake": true, "even": {...}}
+            plan = json.load(file)  # {"steps": N, "shake": true, "even": [...]}
         self.steps, self.shake, self.even = plan["steps"], plan["shake"], plan["even"]
         self.file, self.rank, self.world = None, 0, 1
         self.number = None  # of this step; earlier processes of this rank may have made some
@@ -51,7 +50,7 @@ class Watcher:
         self.names, self.parameters = {}, {}  # id: name, and name: tensor
         self.watched = set()  # names of buffers, but for masks with infinities
         self.optimizers = weakref.WeakSet()
-        self.events, self.failed = Counter(), Counter()
+        self.failed, self.cut = Counter(), False  # cut: by FSDP1, which no tensor tells
         self.busy = False  # within a forward or a backward, whose inner calls are not watched
         self.backwards = 0
         self.local = {}  # gradients of the backward that runs, before DDP averages them
@@ -62,6 +61,7 @@ class Watcher:
 
     def new_step(self):
         self.calls, self.pieces, self.clips, self.unsplit = [], [], [], False
+        self.over = False  # a step was made, and nothing else since
         self.buffers = {}
         self.computed = deque(maxlen=8)  # outputs, which may go into another network
 
@@ -85,7 +85,6 @@ class Watcher:
             self.number, path = 0, f"{self.folder}/{self.rank}.steps"
             if os.path.exists(path):
                 self.number, self.shake = os.path.getsize(path), False
-                self.even = {k: v for k, v in self.even.items() if k not in ("weights", "keep")}
 
     @property
     def made(self):
@@ -100,6 +99,8 @@ class Watcher:
         if not parameters:  # a loss, or a wrapper
             return None
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        if trained and self.over:
+            self.new_step()
         if trained and id(module) not in self.networks:
             self.first_call(module)
         if trained and self.watched and not self.calls:
@@ -136,7 +137,7 @@ class Watcher:
         """Return the parameters of a network; none of a wrapper, which calls the network."""
         if id(module) not in self.modules:
             wrapper = WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
-            self.events.update(wrapper)
+            self.cut |= "FullyShardedDataParallel" in wrapper
             parameters = [] if wrapper or get_worker_info() else list(module.parameters())
             if any(map(torch.nn.parameter.is_lazy, parameters)):
                 return []
@@ -153,9 +154,7 @@ class Watcher:
         facts |= {"drops": [p for p in map(samerun_even.drops, layers) if p]}
         facts |= {"numbers": sum(p.numel() for p in parameters)}
         self.write("network", name=type(module).__name__, **facts)
-        with torch.no_grad():
-            number = len(self.networks)
-            samerun_even.network(module, number, self.even, self.folder, self.rank, place)
+        samerun_even.network(module, self.even)
         self.shake_new(parameters)
         for name, parameter in module.named_parameters():
             name = self.give_name(name, parameter)
@@ -214,18 +213,13 @@ class Watcher:
     # ---- the loader ------------------------------------------------------------------------------
 
     def after_iter(self, seen, iterator, args):
-        """Say which sampler draws, and count epochs: DataLoader.__iter__."""
+        """Count epochs: DataLoader.__iter__."""
         loader = args[0]
         if iterator is None or get_worker_info() or loader.batch_sampler is None:
             return
         epoch = vars(loader)["_watched_epoch"] = vars(loader).get("_watched_epoch", -1) + 1
-        sampler = loader.batch_sampler
-        while inner := getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None):
-            sampler = inner
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0
         vars(iterator)["_watched"] = (size, epoch)
-        shuffle = f", shuffle {sampler.shuffle}" if hasattr(sampler, "shuffle") else ""
-        self.write("epoch", size=size, sampler=type(sampler).__name__ + shuffle)
 
     def before_reset(self, args, kwargs):
         """Begin an epoch of persistent workers: the iterator's _reset."""
@@ -254,6 +248,8 @@ class Watcher:
         """Return the loss: torch.autograd.backward, but not one within another."""
         if self.busy:
             return None
+        if self.over:
+            self.new_step()
         self.busy, self.local = True, {}
         self.backwards += 1
         losses = args[0] if args else kwargs["tensors"]
@@ -282,8 +278,8 @@ class Watcher:
             self.attempt(self.see_step, optimizer)
             return None
 
-        def watched():  # Lightning computes the gradients within the step
-            result = closure()
+        def watched(*args, **kwargs):  # Lightning computes the gradients within the step
+            result = closure(*args, **kwargs)
             if self.record is None:
                 self.attempt(self.see_step, optimizer)
             return result
@@ -292,7 +288,7 @@ class Watcher:
 
     def see_step(self, optimizer):
         self.begin()
-        if id(optimizer) in self.stepped or self.stepped_after != self.backwards:
+        if not self.busy or id(optimizer) in self.stepped:  # not one of several within a backward
             self.number, self.stepped = self.made, set()
             self.end_if_enough()
         self.optimizer, self.record = optimizer, {}
@@ -309,17 +305,13 @@ class Watcher:
         mine = {name: self.parameters[name] for name in group_of}
         self.shake_new(mine.values())  # of no network
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
-        factor, since = self.even.get("gradient", (1, math.inf))
-        for gradient in gradients.values() if self.number >= since else ():
-            gradient.div_(factor)
-        give_settings(optimizer, self.even.get("settings", [])[self.number :][:1], group_of)
         free = {n: p for n, p in self.parameters.items() if n not in held}
         weights = mine if self.number else mine | free
-        if "FullyShardedDataParallel" in self.events:
-            unseen = dict.fromkeys(mine, "FullyShardedDataParallel cuts it into pieces")
-            weights, gradients, free = {}, {}, {}
-        trained = {id(p) for key in self.networks for p in self.modules[key][1]} or self.names
-        strange = [n for n, p in mine.items() if id(p) not in trained and p.grad is None]
+        shapes = {shape for network in self.shapes for shape in network}
+        foreign = any(p.shape not in shapes and p.grad is not None for p in mine.values())
+        if self.cut or (foreign and any(p.requires_grad for p in free.values())):
+            unseen = dict.fromkeys(mine, "it is cut into pieces, as by FSDP version 1 or DeepSpeed")
+            weights, gradients = {}, {}
         self.record = {
             "number": self.number,
             "time": time.monotonic(),
@@ -334,21 +326,17 @@ class Watcher:
             "groups": settings(optimizer),
             "held": sorted(held),
             "unseen": unseen,
-            "strange": [name for name in strange if name not in unseen],
-            "forgotten": [n for n, p in free.items() if p.requires_grad],
             "calls": self.calls,
             "unsplit": self.unsplit,
             "pieces": self.pieces,
             "clips": [(s, most, [self.names.get(i) for i in ids]) for s, most, ids in self.clips],
-            "events": dict(self.events),
             "failed": dict(self.failed),
         }
 
     def after_step(self, optimizer, args, kwargs):
         if self.record is not None and optimizer is self.optimizer:
             self.attempt(self.end_step)
-            self.record = None
-            self.new_step()
+            self.record, self.over = None, True
 
     def end_step(self):
         self.write("step", **self.record)
@@ -407,15 +395,6 @@ def settings(optimizer):
                 kept[key] = value
         groups.append(kept)
     return groups
-
-
-def give_settings(optimizer, steps, group_of):
-    """Give the groups the values that A has in this step for their tensors."""
-    for step in steps:
-        for name in group_of.keys() & step["group_of"].keys():
-            values = step["groups"][step["group_of"][name]]
-            group = optimizer.param_groups[group_of[name]]
-            group.update({key: values[key] for key in values if key != "optimizer"})
 
 
 # ---- tensors -------------------------------------------------------------------------------------
@@ -572,10 +551,8 @@ def install():
     put(torch.autograd, "backward", watcher.before_backward, watcher.after_backward)
     put(torch.nn.utils, "clip_grad_norm_", watcher.before_clip, watcher.after_clip)
     put(optimizer.Optimizer, "__init__", after=lambda s, r, args: watcher.optimizers.add(args[0]))
-    average, count = swa_utils.AveragedModel, watcher.events.update
+    average = swa_utils.AveragedModel
     put(average, "update_parameters", after=lambda s, r, args: watcher.keep_copy(args[0]))
-    put(lr_scheduler.LRScheduler, "step", after=lambda *_: count(["scheduler"]))
-    put(DistributedDataParallel, "__init__", after=lambda *_: count(["DDP made"]))
     optimizer.register_optimizer_step_pre_hook(watcher.before_step)
     optimizer.register_optimizer_step_post_hook(watcher.after_step)
     os.register_at_fork(after_in_child=watcher.__init__)
