@@ -106,7 +106,7 @@ def doubts(result: Result, a: Run, b: Run, limits: Limits) -> list[tuple[str, st
         failed = {what for rank in run.ranks for what in rank[run.made - 1]["failed"]}
         if failed := [what for what in failed if what.startswith(("see_step", "end_step"))]:
             found.append((f"{run.letter}: watching failed: {failed[0]}", "report it"))
-    if not any(norm(a.whole(k, "gradients")) for k in range(steps)):
+    if not found and not any(norm(a.whole(k, "gradients")) for k in range(steps)):
         found.append(("no tensor has a gradient that is not zero", "more --steps"))
     for k, (far, noise) in enumerate(zip(result.deviations, result.noise)):
         if far > max(100 * noise, 1e-3):
@@ -152,12 +152,11 @@ def report(
         made = f"With {names} made even in both: what" if even else "What"
         lines.append(f"{made} lies behind cause {here[-1]} cannot be seen before it is mended.")
     before = min([steps, *(b.made if c.step is None else c.step for c in last)])
-    if before:
+    if before and not result.doubts:
         start = "Nothing" + " else" * bool(found)
         start = f"With {names} made even nothing else" if even else start
         far, noise = result.deviations[before - 1], result.noise[before - 1]
         agree = f"the weights agree to {far:.0e}, roundings alone make {noise:.0e}"
-        agree = agree if seen else "no weights were compared"
         lines.append(
             f"{start} differs in {count(before, 'step')}{' before' * bool(last)}; {agree}."
         )
