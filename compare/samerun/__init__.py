@@ -15,8 +15,8 @@ __all__ = ["CannotSay", "Result", "compare", "same_run"]
 def same_run(command_a: str, command_b: str, **options) -> Result:
     """Raise AssertionError with the report if two commands are not the same training run.
 
-    Options: steps, even_names, float64, timeout, fresh. CannotSay is raised where a command cannot
-    run, or too little of it can be seen.
+    Options are those of the command: steps=20, even="order,dropout", float64, timeout, fresh.
+    CannotSay is raised where a command cannot run, or too little of it can be seen.
     """
     result = compare(command_a, command_b, **{"say": lambda text: None, **options})
     if result.same is None:

@@ -89,7 +89,7 @@ def alone(run: Run) -> Iterator[Cause]:
     norms = [rank[0]["clips"][0][0] for rank in run.ranks if rank[0]["clips"]]
     if parted and not run.averages_inside() and parted[0] + 1 < run.steps:
         k, far, names = parted
-        text = f"{who} step with different gradients ({far:.1g}) of {', '.join(names[:3])}"
+        text = f"{who} step with gradients that differ by {far:.1g} ({', '.join(names[:3])})"
         why = "no DDP, a forward past its wrapper, or no_sync in the last micro-batch too"
         yield cause("not averaged", text, why, k, hides=True)
     elif not parted and norms and max(norms) > min(norms) * 1.001:
@@ -198,8 +198,8 @@ def settings(a: Run, b: Run, k: int) -> Iterator[Cause]:
         return
     clips = [" and ".join(f"{limit:g}" for _, limit, _ in side["clips"]) for side in (x, y)]
     if clips[0] != clips[1]:
-        text = f"A clips by {clips[0] or 'nothing'}, B by {clips[1] or 'nothing'}"
-        yield Cause("clipping", k, text, "the limits of clip_grad_norm_")
+        text = f"by {clips[0] or 'nothing'} in A, by {clips[1] or 'nothing'} in B"
+        yield Cause("clipping", k, text, "clip_grad_norm_ has other limits, or is not called")
     for (option, p, q), count in sorted(differ.items()):
         name, why = option, "another value"
         text = f"{p} in A, {q} in B"
@@ -325,7 +325,7 @@ def gradients(a: Run, b: Run, k: int, limits: Limits) -> Iterator[Cause]:
         text = f"{many.letter}'s gradient is {factor:.6g} times {few.letter}'s"
         yield Cause(name, k, text, why)
         return
-    name, why = "gradient", "another loss, a part is detached, or something changes gradients"
+    name, why = "gradient", "another loss, a part is detached, zero_grad is missing, or the like"
     if not (a.split(k) and b.split(k)):
         why = "other samples, which cannot be told apart here, or another loss"
     far, tensor = limits.excess("gradients", a, b, k)

@@ -10,10 +10,8 @@ import signal
 import sys
 import time
 
-from samerun.compare import compare
+from samerun.compare import EVEN, compare
 from samerun.running import CannotSay
-
-NAMES = ("seed", "order", "augment", "dropout", "batchnorm")  # see samerun_even.py
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,23 +22,20 @@ def main(argv: list[str] | None = None) -> int:
     option("a", help="a command, in quotes; {dir} in it is a new directory for each run")
     option("b", help="the command that should be the same training run")
     option("--steps", type=int, default=0, help="of each run; default: into the second epoch")
-    option("--even", default="", help=f"made even from the start: {','.join(NAMES)}")
+    option("--even", default="", help=f"made even from the start: {','.join(EVEN)}")
     option("--float64", action="store_true", help="set this default dtype in both")
     option("--timeout", type=float, default=600, help="seconds that a run may take")
     option("--fresh", action="store_true", help="start each process anew, as by hand: slower")
     args = parser.parse_args(argv)
-    names = [n for n in args.even.split(",") if n]
-    if wrong := [n for n in names if n not in NAMES]:
-        parser.error(f"--even {wrong[0]}: use {', '.join(NAMES)}")
     start = time.monotonic()
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - start:4.0f} s  {text}", file=sys.stderr, flush=True)
 
-    options = {"steps": args.steps, "float64": args.float64, "timeout": args.timeout}
+    options = {name: value for name, value in vars(args).items() if name not in ("a", "b")}
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends all that runs
     try:
-        result = compare(args.a, args.b, even_names=names, say=say, fresh=args.fresh, **options)
+        result = compare(args.a, args.b, say=say, **options)
     except CannotSay as error:
         print(f"CANNOT SAY: {error}")
         return 2

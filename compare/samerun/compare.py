@@ -5,15 +5,16 @@ far that goes says what roundings can do.
 """
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from samerun import causes
 from samerun.records import Limits, Run, gaps, norm, pair
-from samerun.running import launch
+from samerun.running import CannotSay, launch
 
 FEWEST = 5  # steps, for a verdict
+EVEN = ("seed", "order", "augment", "dropout", "batchnorm")  # see samerun_even.py
 
 
 @dataclass
@@ -31,21 +32,27 @@ def compare(
     command_b: str,
     *,
     steps: int = 0,
-    even_names: Iterable[str] = (),
+    even: str = "",
     float64: bool = False,
     timeout: float = 600,
     fresh: bool = False,
     say: Callable[[str], None] = print,
 ) -> Result:
-    """Run both commands until nothing else differs, or nothing more can be seen."""
-    even = [*even_names, *["float64"] * float64]
+    """Run both commands until nothing else differs, or nothing more can be seen.
+
+    even: names of EVEN with commas between them, to be made even from the start.
+    """
+    made_even = even.split(",") if even else []
+    if wrong := [name for name in made_even if name not in EVEN]:
+        raise CannotSay(f"even has no {wrong[0]!r}: use {', '.join(EVEN)}")
+    made_even += ["float64"] * float64
     found = {}
 
     def run(letter: str, shake: bool = False) -> Run:
         """Return what a command did with these things made even."""
-        words = f", with {', '.join(even)} made even" if even else ""
+        words = f", with {', '.join(made_even)} made even" if made_even else ""
         say(f"{letter}{' again, with another last bit' * shake}{words}")
-        plan = {"steps": steps, "shake": shake, "even": [*even]}
+        plan = {"steps": steps, "shake": shake, "even": made_even}
         path = Path(tempfile.mkdtemp(dir=folder))
         return launch(letter, command_a if letter == "A" else command_b, path, plan, timeout, fresh)
 
@@ -54,18 +61,18 @@ def compare(
             a, b, again = run("A"), run("B"), run("A", shake=True)
             limits = Limits(a, again)
             a.steps, b.steps = limits.seen(a.steps), limits.seen(b.steps)
-            new = causes.diagnose(a, b, again, limits, even)
+            new = causes.diagnose(a, b, again, limits, made_even)
             found |= {c.name: c for c in new if c.name not in found}
-            remedies = [c.even for c in new if c.even and c.even not in even]
+            remedies = {c.even for c in new} - {"", *made_even}
             if not remedies:
                 break
-            even += remedies
+            made_even += sorted(remedies)
     far, noise = zip(*(apart(a, b, limits, k) for k in range(min(a.steps, b.steps))))
     result = Result(False, list(found.values()), [], list(far), list(noise))
     if not found.keys() - {causes.NO_SEED}:
         result.doubts = doubts(result, a, b, limits)
         result.same = None if result.doubts else True
-    result.lines = report(result, a, b, limits, even, new)
+    result.lines = report(result, a, b, limits, made_even, new)
     return result
 
 
@@ -167,6 +174,7 @@ def report(
     unseen["a second epoch"] = epochs < 2
     unseen["averages of weights"] = not a.averages.keys() & b.averages.keys()
     unseen["which samples"] = not (a.split(0) and b.split(0))
+    unseen[f"what {names} would change"] = bool(even)
     words = ", ".join(what for what, hidden in unseen.items() if hidden)
     lines += [f"Not seen in {count(steps, 'step')}: {words}."] if words else []
     for run in (a, b):

@@ -43,7 +43,7 @@ def launch(
     elif code == 0:
         why = f"{letter} made no step of a torch.optim optimizer that can be seen"
         if not any(folder.glob("*.pkl")):
-            why += ". Does it start Python with -I or -E, or without PYTHONPATH?"
+            why += ": it does not import torch, or starts Python with -I, -E or no PYTHONPATH"
     with (folder / "log").open(errors="replace") as log:
         lines = list(deque(log, maxlen=200))
     own = next((i for i, line in enumerate(lines) if "elastic/multiprocessing" in line), len(lines))
