@@ -252,7 +252,7 @@ def samples(a: Run, b: Run, k: int) -> Iterator[Cause]:
             why = "the batch size is that of a process in one, of all in the other"
         yield Cause(name, k, text, why)
     elif not known:
-        why = "other samples, another order, or numbers that each process draws: no loader tells"
+        why = "other samples, another order, or numbers that each process draws"
         yield Cause("inputs of the network", k, text, why)
     else:
         why = "another sampler, seed, epoch or shuffle"

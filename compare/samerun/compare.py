@@ -171,7 +171,7 @@ def report(
         text = f"Roundings alone move {len(noisy)} of the tensors by more than 1 %: "
         lines.append(text + f"{', '.join(noisy[:3])}. Of these gradients alone are compared.")
     unseen = {"an evaluation": not any(a.evaluated) or not any(b.evaluated)}
-    unseen["a second epoch"] = epochs < 2
+    unseen["a second epoch"] = epochs == 1  # 0: no DataLoader tells
     unseen["averages of weights"] = not a.averages.keys() & b.averages.keys()
     unseen["which samples"] = not (a.split(0) and b.split(0))
     unseen[f"what {names} would change"] = bool(even)

@@ -111,9 +111,10 @@ class Run:
         return self.rounding.get(name, max(self.rounding.values(), default=2.0**-23))
 
     def calls(self, k: int) -> list[list[dict]]:
-        """Return for each rank the training calls of the network that was called first."""
+        """Return for each rank the calls of the network that first got samples, if it trains."""
         every = [rank[k]["calls"] for rank in self.ranks]
         every = [[c for c in calls if c["training"]] or calls for calls in every]
+        every = [[c for c in calls if c["samples"]] or calls for calls in every]
         return [[c for c in calls if c["network"] == calls[0]["network"]] for calls in every]
 
     def samples(self, k: int) -> list[list[Sample]]:
@@ -174,7 +175,7 @@ def read(letter: str, folder: Path, ended: bool = False) -> Run:
         ]
         evaluated.append([s for step, samples in after if step == after[0][0] for s in samples])
     network = {"name": "no network that was called", "numbers": 0, "norms": 0, "drops": []}
-    network = max(networks, key=lambda n: n["numbers"], default=network)
+    network = max(reversed(networks), key=lambda n: n["numbers"], default=network)
     averages = kept[0]["average"] if kept else []
     averages = {(a["step"], a["number"]): a["weights"] for a in averages}
     steps = [merged(rank["step"]) for rank in kept]

@@ -189,11 +189,12 @@ class Watcher:
     def samples_of(self, inputs, training):
         """Return (size of the data set, epoch, index, hash of the contents) of each sample.
 
-        Without a loader the first three are 0, 0, None. It is () of the output of a network.
+        Without a loader the first three are 0, 0, None. It is () of no input, and of the output of
+        a network, as in a GAN.
         """
         tensors = [t for t in flat(inputs) if t.dim() and t.numel()]
-        if {t.data_ptr() for t in tensors} & {t.data_ptr() for t in self.computed}:
-            return ()  # a GAN, a decoder
+        if not tensors or {t.data_ptr() for t in tensors} & {t.data_ptr() for t in self.computed}:
+            return ()
         told = telling([t for t in tensors if not t.requires_grad])
         if told is None:
             return None
