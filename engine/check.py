@@ -26,7 +26,7 @@ METRIC = "leave padding out; dataset_metrics may compare samples"
 def check_run(
     task: Task, net: nn.Module, device: torch.device, train: DataLoader, val: DataLoader
 ) -> None:
-    """End the run if a loss or metric of a sample changes when its batch is cut in half.
+    """End the run if a loss or metric of a sample changes when its batch is cut.
 
     What the model draws, and a loss that asks for the samples of all ranks, cannot be compared. All
     ranks make the same number of forwards, as sharded networks need. The network and the generators
@@ -39,25 +39,23 @@ def check_run(
         fetch, length = loader.dataset.__getitems__, loader.batch_sampler.length
         n, common.gather_samples.used = min(13, length), False
         indices = random.Random(0).sample(range(length), n)
-        half = n // 2
-        parts = [part for part in (indices[:half], indices[half:]) if part]
-        batch, *halves = [common.to_device(fetch((0, some)), device) for some in (indices, *parts)]
+        parts = [part for part in (indices[:-1], indices[-1:]) if part]  # one sample is alone
+        batch, *pieces = [common.to_device(fetch((0, some)), device) for some in (indices, *parts)]
         values_in = functools.partial(per_sample_values, task, net, device, kind == "evaluation")
         together, again = values_in(batch, 0), values_in(batch, 1)
-        apart = [values_in(part, 0) for part in halves]
+        apart = [values_in(piece, 0) for piece in pieces]
         rounds = device.type != "cpu" or task.args.amp != "off"  # a metric like top1 may jump
         for name, values in together.items() if not common.gather_samples.used else ():
             if not torch.allclose(values, again[name], rtol=1e-4, equal_nan=True):
                 print0(f"warning: not checked, as the model draws it: {name} of the {kind} set")
                 continue
-            in_halves = torch.cat([part[name] for part in apart])
+            cut = torch.cat([piece[name] for piece in apart])
             allowed = 1e-6 + (0.01 if rounds else 0.001) * values.nan_to_num().abs().max().item()
-            close = torch.isclose(values, in_halves, rtol=0, atol=allowed, equal_nan=True)
+            close = torch.isclose(values, cut, rtol=0, atol=allowed, equal_nan=True)
             if ("loss" in name or not rounds) and not close.all():
                 i = int(close.int().argmin())
-                found = f"{values[i]:.6g} in a batch, and {in_halves[i]:.6g} in half of it"
-                size = half if i < half else n - half
-                divided = torch.isclose(in_halves[i], values[i] * n / size)
+                found = f"{values[i]:.6g} in a batch, and {cut[i]:.6g} in a part of it"
+                divided = torch.isclose(cut[i], values[i] * n / (n - 1 if i < n - 1 else 1))
                 advice = DIVIDED if divided else LOSS if "loss" in name else METRIC
                 where = f"--task {task.args.task}: {name} of {kind} sample {indices[i]}"
                 fail(f"{where} is {found}: other samples must not change it; {advice}")
