@@ -54,8 +54,8 @@ def ranks_from_env() -> tuple[int, int, int]:
         env.setdefault("MASTER_ADDR", first)
         env.setdefault("MASTER_PORT", str(20_000 + int(env["SLURM_JOB_ID"]) % 10_000))
     if "RANK" not in env:
-        start = f"torchrun --standalone --nproc-per-node 2 {Path(sys.argv[0]).name} [options]"
-        fail(f"no launcher has set RANK; start it with: {start}")
+        start = "torchrun --standalone --nproc-per-node 2 SCRIPT.py [options]"
+        fail(f"no launcher has set RANK; use {start}; in a notebook: train_spawn.main([...])")
     if "TORCHELASTIC_RUN_ID" in env:
         end_with_parent(signal.SIGTERM)  # if torchrun is killed, this rank saves and ends
     return int(env["RANK"]), int(env["LOCAL_RANK"]), int(env["WORLD_SIZE"])

@@ -5,7 +5,8 @@ scripts know nothing of the problem, and a task nothing of devices.
 
 build_datasets(args) -> (train, val)     map-style; a sample is (input, target), each a tensor, a
                                          number, or a nested tuple, list or dict of them; anything
-                                         else needs `collate`; `in_memory = True`: no workers
+                                         else needs `collate`; `in_memory = True`: no workers.
+                                         Each rank must build the same sets: seed each generator
 build_model(args) -> nn.Module           called with the random state seeded by --seed
 per_sample_loss(outputs, targets)        Tensor [n], differentiable. A parameter after *, as beta
                                          in (outputs, targets, *, beta), gets the option --beta

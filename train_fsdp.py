@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     task = Task(args)  # the functions of task.py, or of --task
     train_set, val_set = task.build_datasets()
 
-    # The loaders fork workers, which would keep a copy of the network: so that comes later.
+    # The loaders fork workers, which would keep a copy of the network: so it is built later.
     order = {"batch_size": args.batch_size, "seed": args.seed, "accum_steps": args.accum_steps}
     train_sampler = GlobalBatchSampler(train_set, **order, rank=rank, world_size=world_size)
     val_sampler = ShardSampler(len(val_set), args.eval_batch_size, rank, world_size)

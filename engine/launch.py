@@ -32,7 +32,7 @@ def share_cores(processes: int) -> None:
 
 def exit_code(rank: int, code: int, directory: str) -> int:
     """Return the code of the run after the first rank has failed, and print how to go on."""
-    how = "failed first: see above. After a time-out the rank that it waited for is to blame"
+    how = "failed first: see above; after a time-out see docs/hang.md"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else how
     often = ": often memory was short, see dmesg" if code == -signal.SIGKILL else ""
     if code not in (2, *SIGNALS.values()):

@@ -116,7 +116,7 @@ def shard(
     for parameter in parameters:  # the whole ones; whoever still uses one fails
         parameter.data = parameter.data.new_empty(0)
     if device.type != "cpu":
-        # torch 2.8 to 2.14 frees what the last backward has gathered too early: docs/fsdp.md. A
+        # torch 2.8 to 2.14 frees gathered parameters before their gathering ends: docs/fsdp.md. A
         # communicator works in order: this all-reduce before each forward ends after all gathers.
         one = torch.ones(1, device=device)
         net.register_forward_pre_hook(

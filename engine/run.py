@@ -203,7 +203,7 @@ class Run:
         if ends or state.global_step % args.log_every == 0:
             self.train_line(grad_norm)
             if state.guard.skipped >= state.guard.limit:
-                self.end(1, "diverged: the gradients of many steps in a row were NaN or infinite")
+                self.end(1, "diverged: gradients are NaN or inf; lower --lr, set --clip-grad-norm")
         self.lr = state.optimizer.param_groups[0]["lr"]  # for the next step
         # At the end of an epoch train_*.py itself saves; a run that was told to stop ends there.
         if not ends and (self.stopping or state.global_step % (args.save_every or math.inf) == 0):

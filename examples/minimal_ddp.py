@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # if first imported later, it keeps gloo's threads alive
+import torch.distributed.nn.functional  # now, not after init_process_group: or the exit may crash
 from torch import nn
 
 DATA = np.load(Path(__file__).resolve().parent.parent / "data" / "digits.npz")
@@ -48,7 +48,8 @@ def main(epochs, file):
     device = torch.device(torch.accelerator.current_device_index() if kind else "cpu")
     images = torch.from_numpy(DATA["images"]).to(device) / 16  # [1797, 8, 8], from 0 to 1
     labels = torch.from_numpy(DATA["labels"]).long().to(device)
-    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=kind and device)
+    backend = dist.get_default_backend_for_device(device)  # gloo on a CPU
+    dist.init_process_group(backend, device_id=device if kind else None)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -58,7 +59,8 @@ def main(epochs, file):
     for name in saved:  # on every rank
         parts[name].load_state_dict(saved[name])
     model = nn.parallel.DistributedDataParallel(net)
-    model.eval()(images[:1]).sum().backward()  # DDP sorts its buckets now, not in a resumed run
+    # DDP orders its sums after its first backward: here after this one, also in a resumed run.
+    model.eval()(images[:1]).sum().backward()
     model.zero_grad()
     for epoch in range(scheduler.last_epoch // (1437 // BATCH), epochs):
         train_one_epoch(model, images[:1437], labels[:1437], epoch, optimizer, scheduler)
@@ -71,8 +73,8 @@ def main(epochs, file):
                 torch.save({name: part.state_dict() for name, part in parts.items()}, whole)
                 os.fsync(whole.fileno())
             os.replace(f"{file}.part", file)  # at once: after a crash the old file is still whole
-    dist.barrier()
-    del model
+    dist.barrier()  # rank 0 has written its file
+    del model  # DDP holds the group: torch 2.11 may hang if DDP ends it
     dist.destroy_process_group()
 
 

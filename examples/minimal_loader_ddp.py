@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # if first imported later, it keeps gloo's threads alive
+import torch.distributed.nn.functional  # now, not after init_process_group: or the exit may crash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -116,7 +116,8 @@ def main(epochs, file):
     val_loader = build_loader(val_set, val_batches, device)
 
     # The workers have started, so this process may have threads now.
-    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=kind and device)
+    backend = dist.get_default_backend_for_device(device)  # gloo on a CPU
+    dist.init_process_group(backend, device_id=device if kind else None)
     torch.manual_seed(0)
     body = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()
     net = nn.Sequential(*body, nn.Flatten(), nn.Linear(32 * 4 * 4, 10)).to(device)
@@ -137,8 +138,9 @@ def main(epochs, file):
         os.replace(f"{file}.part", file)  # at once: after a crash the old file is still whole
 
     model = nn.parallel.DistributedDataParallel(net)  # averages gradients during the backward
+    # DDP orders its sums after its first backward: here after this one, also in a resumed run.
     model.eval()(train_set.images[:1, :, :8, :8].to(device)).sum().backward()
-    model.zero_grad()  # that was for DDP: it sorts its buckets now, not in a resumed run
+    model.zero_grad()
     while scheduler.last_epoch < epochs * steps:
         train_sampler.epoch, train_sampler.step = divmod(scheduler.last_epoch, steps)
         train_one_epoch(model, train_loader, optimizer, scheduler, device, save)
@@ -149,8 +151,8 @@ def main(epochs, file):
         epoch = scheduler.last_epoch // steps
         if rank == 0:
             print(f"epoch {epoch}: loss {loss:.12f}  accuracy {accuracy:.6f}", flush=True)
-    dist.barrier()
-    del model
+    dist.barrier()  # rank 0 has written its file
+    del model  # DDP holds the group: torch 2.11 may hang if DDP ends it
     dist.destroy_process_group()
 
 

@@ -189,8 +189,8 @@ def generate(net: GPT, tokens: list[int], count: int, temperature: float = 0.8) 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Prepare a text, or let a trained model write.")
     parser.add_argument("command", choices=["prepare", "generate"])
-    parser.add_argument("file", type=Path, help="a text; to generate, a checkpoint")
-    parser.add_argument("word", help="the directory to write; to generate, how the text begins")
+    parser.add_argument("file", type=Path, metavar="TEXT|CHECKPOINT", help="what is read")
+    parser.add_argument("word", metavar="DIR|BEGINNING", help="what is written, or continued")
     parser.add_argument("--count", type=int, default=300, help="tokens to generate (%(default)s)")
     args = parser.parse_args()
     if args.command == "prepare":

@@ -112,7 +112,7 @@ def pictures(folder: Path, classes: list[str], size: int, training: bool) -> Dat
             return classes, {name: number for number, name in enumerate(classes)}  # of training
 
     images = Pictures(folder, pipeline(size, training), None, read_image, allow_empty=not training)
-    print0(f"{folder}: {len(images)} pictures of {len(classes)} classes, as {classes[0]}")
+    print0(f"{folder}: {len(images)} pictures of {len(classes)} classes, such as {classes[0]}")
     return images
 
 

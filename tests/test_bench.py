@@ -49,8 +49,8 @@ def test_every_value_of_every_run_is_drawn_over_the_global_step(tmp_path):
     assert {*panels} == {"loss (train)", "lr (train)", "top1 (eval)"}, "counts are no curves"
     lines = {line.get_label(): line for line in panels["loss (train)"].get_lines()}
     assert [*lines["two"].get_xdata()] == [1, 3] and [*lines["two"].get_ydata()] == [2.0, 2 / 3]
-    assert plot.main([str(runs["one"]), "--output", str(tmp_path / "picture.svg")]) == 0
-    assert (tmp_path / "picture.svg").read_bytes()[:5] == b"<?xml"
+    assert plot.main([str(runs["one"])]) == 0
+    assert (tmp_path / "runs.svg").read_bytes()[:5] == b"<?xml"
 
 
 @pytest.mark.parametrize("content", [None, "{}\n", "text"])

@@ -338,8 +338,8 @@ def test_folder_of_shards_becomes_a_file_that_every_mode_resumes(tmp_path):
 # ----------------------------------------------------------------------- what cannot end well says so
 
 ENDS = """
-  | plain                          | ddp 2 nan 0-9                  | 1 | diverged: the gradients of many steps in a row
-  | plain                          | single 1 nan 8-17              | 1 | diverged: the gradients of many steps in a row
+  | plain                          | ddp 2 nan 0-9                  | 1 | diverged: gradients are NaN or inf
+  | plain                          | single 1 nan 8-17              | 1 | diverged: gradients are NaN or inf
   | plain                          | single 1 raise 0               | 1 | RuntimeError: broken on purpose
   | plain                          | ddp 2 raise 0                  | 1 | RuntimeError: broken on purpose
 f | plain --timeout 10             | ddp 2 hang 3                   | 1 | Timed out

@@ -76,11 +76,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("runs.svg"),
         metavar="FILE",
-        help="ends in .svg, .png or .pdf (%(default)s)",
+        help="ends in .svg, .png or .pdf (runs.svg beside the first DIR)",
     )
     args = parser.parse_args(argv)
+    args.output = args.output or args.folders[0].resolve().parent / "runs.svg"
     runs = {}
     for folder in args.folders:
         try:
