@@ -57,7 +57,7 @@ def main(epochs, file):
         with open(f"{file}.part", "wb") as whole:
             torch.save({name: part.state_dict() for name, part in parts.items()}, whole)
             os.fsync(whole.fileno())
-        os.replace(f"{file}.part", file)  # at once: after a crash the old file is still whole
+        os.replace(f"{file}.part", file)  # at once: a crash leaves the old file
 
 
 if __name__ == "__main__":
