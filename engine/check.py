@@ -39,7 +39,7 @@ def check_run(
         fetch, length = loader.dataset.__getitems__, loader.batch_sampler.length
         n, common.gather_samples.used = min(13, length), False
         indices = random.Random(0).sample(range(length), n)
-        parts = [part for part in (indices[:-1], indices[-1:]) if part]  # one sample is alone
+        parts = [part for part in (indices[:1], indices[1:]) if part]  # one sample is alone
         batch, *pieces = [common.to_device(fetch((0, some)), device) for some in (indices, *parts)]
         values_in = functools.partial(per_sample_values, task, net, device, kind == "evaluation")
         together, again = values_in(batch, 0), values_in(batch, 1)
@@ -55,7 +55,7 @@ def check_run(
             if ("loss" in name or not rounds) and not close.all():
                 i = int(close.int().argmin())
                 found = f"{values[i]:.6g} in a batch, and {cut[i]:.6g} in a part of it"
-                divided = torch.isclose(cut[i], values[i] * n / (n - 1 if i < n - 1 else 1))
+                divided = torch.isclose(cut[i], values[i] * n / (n - 1 if i else 1))
                 advice = DIVIDED if divided else LOSS if "loss" in name else METRIC
                 where = f"--task {task.args.task}: {name} of {kind} sample {indices[i]}"
                 fail(f"{where} is {found}: other samples must not change it; {advice}")

@@ -131,7 +131,7 @@ def parting(a: Run, b: Run, limits: Limits, even: list[str], hidden: bool) -> It
         other_mode = list(modes(a, b, k, even))
         found = [*missing(a, b, k), *settings(a, b, k), *other_mode, *changed]
         if inside:
-            apart = k + 1 < b.steps and limits.excess("weights", a, b, k + 1)
+            apart = k + 1 < min(a.steps, b.steps) and limits.excess("weights", a, b, k + 1)
         else:
             apart = differing(a, b, k, limits)
         if not apart and not changed:

@@ -100,7 +100,7 @@ def doubts(result: Result, a: Run, b: Run, limits: Limits) -> list[tuple[str, st
             text = f"{run.letter}: {len(unseen)} of {len(run.held())} tensors of the optimizer are "
             text += f"not seen: {next(iter(unseen.values()))} ({names})"
             late = "no optimizer has stepped it" in unseen.values()
-            found.append((text, "more --steps" if late else "train without it, as by fully_shard"))
+            found.append((text, "more --steps" if late else "train without it, or freeze the rest"))
         if run.world < run.first(0)["world"]:
             text = f"{run.letter}: {run.world} of {run.first(0)['world']} processes step an "
             found.append(
@@ -113,6 +113,9 @@ def doubts(result: Result, a: Run, b: Run, limits: Limits) -> list[tuple[str, st
         failed = {what for rank in run.ranks for what in rank[run.made - 1]["failed"]}
         if failed := [what for what in failed if what.startswith(("see_step", "end_step"))]:
             found.append((f"{run.letter}: watching failed: {failed[0]}", "report it"))
+    if all(run.spread("weights") for run in (a, b)):
+        text = "in both the processes have different weights, and rank 0 alone is compared"
+        found.append((text, "average the gradients, or start one process"))
     if not found and not any(norm(a.whole(k, "gradients")) for k in range(steps)):
         found.append(("no tensor has a gradient that is not zero", "more --steps"))
     for k, (far, noise) in enumerate(zip(result.deviations, result.noise)):

@@ -204,7 +204,7 @@ def merged(records: list[dict]) -> list[dict]:
         whole["groups"] += step["groups"]
         whole["sharded"] |= step["sharded"]
         for name in MERGED:
-            whole[name] |= step[name]
+            whole[name] = step[name] | whole[name]  # weights: as they were before both
     return steps
 
 
@@ -236,10 +236,10 @@ def rename(a: Run, b: Run) -> None:
                 free.pop(new[name])
     if not new:
         return
+    new |= {name: f"B's {name}" for name in set(new.values()) - new.keys()}
 
     def renamed(values: dict) -> dict:
-        own = {name: value for name, value in values.items() if name not in new}
-        return own | {new[name]: values[name] for name in new.keys() & values.keys()}
+        return {new.get(name, name): value for name, value in values.items()}
 
     for step in (step for rank in b.ranks for step in rank):
         step |= {what: renamed(step[what]) for what in MERGED}

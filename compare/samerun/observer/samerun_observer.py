@@ -61,7 +61,6 @@ class Watcher:
 
     def new_step(self):
         self.calls, self.pieces, self.clips, self.unsplit = [], [], [], False
-        self.over = False  # a step was made, and nothing else since
         self.buffers = {}
         self.computed = deque(maxlen=8)  # outputs, which may go into another network
 
@@ -99,8 +98,6 @@ class Watcher:
         if not parameters:  # a loss, or a wrapper
             return None
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
-        if trained and self.over:
-            self.new_step()
         if trained and id(module) not in self.networks:
             self.first_call(module)
         if trained and self.watched and not self.calls:
@@ -249,8 +246,6 @@ class Watcher:
         """Return the loss: torch.autograd.backward, but not one within another."""
         if self.busy:
             return None
-        if self.over:
-            self.new_step()
         self.busy, self.local = True, {}
         self.backwards += 1
         losses = args[0] if args else kwargs["tensors"]
@@ -275,7 +270,7 @@ class Watcher:
                 group["optimizer"] = type(optimizer).__name__
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        if not callable(closure):
             self.attempt(self.see_step, optimizer)
             return None
 
@@ -289,7 +284,7 @@ class Watcher:
 
     def see_step(self, optimizer):
         self.begin()
-        if not self.busy or id(optimizer) in self.stepped:  # not one of several within a backward
+        if id(optimizer) in self.stepped or self.stepped_after != self.backwards:
             self.number, self.stepped = self.made, set()
             self.end_if_enough()
         self.optimizer, self.record = optimizer, {}
@@ -307,7 +302,7 @@ class Watcher:
         self.shake_new(mine.values())  # of no network
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
         free = {n: p for n, p in self.parameters.items() if n not in held}
-        weights = mine if self.number else mine | free
+        weights = dict(self.parameters)  # also those that something else changes
         shapes = {shape for network in self.shapes for shape in network}
         foreign = any(p.shape not in shapes and p.grad is not None for p in mine.values())
         if self.cut or (foreign and any(p.requires_grad for p in free.values())):
@@ -321,7 +316,7 @@ class Watcher:
             "weights": pack(weights, unseen),
             "gradients": pack(gradients, unseen),
             "buffers": self.buffers,
-            "types": {n: str(p.dtype)[6:] for n, p in mine.items()},
+            "types": {n: str(p.dtype)[6:] for n, p in self.parameters.items()},
             "sharded": {n for n, p in weights.items() if hasattr(p, "placements")},
             "group_of": group_of,
             "groups": settings(optimizer),
@@ -337,7 +332,8 @@ class Watcher:
     def after_step(self, optimizer, args, kwargs):
         if self.record is not None and optimizer is self.optimizer:
             self.attempt(self.end_step)
-            self.record, self.over = None, True
+            self.record = None
+            self.new_step()
 
     def end_step(self):
         self.write("step", **self.record)
@@ -375,12 +371,15 @@ class Watcher:
 
     def before_clip(self, args, kwargs):
         """Keep the ids of what is clipped: clip_grad_norm_, which may take a generator."""
+        args[:] = args or [kwargs.pop("parameters")]
+        args[1:] = args[1:] or [kwargs.pop("max_norm")]
         if not isinstance(args[0], torch.Tensor):
             args[0] = list(args[0])
         return [id(p) for p in (args[0] if isinstance(args[0], list) else args[:1])]
 
     def after_clip(self, ids, norm, args):
-        self.clips.append((float(norm), float(args[1]), ids))
+        if args[1] != math.inf:  # which only asks for the norm
+            self.clips.append((float(norm), float(args[1]), ids))
 
 
 def settings(optimizer):
