@@ -190,7 +190,7 @@ def train_step(micro_batches):
             parameter.grad /= {"sum-of-ranks": 1, "divided-twice": world * world}.get(fault, world)
     limit = args.clip / 2 if fault == "clip-limit" else args.clip
     if limit and fault not in ("clip-first", "no-clip"):
-        nn.utils.clip_grad_norm_(net.parameters(), limit)
+        nn.utils.clip_grad_norm_(net.parameters(), max_norm=limit)
     optimizer.step()
     for _ in range(world if fault == "scheduler-per-process" else 1):
         if fault != "no-scheduler":
