@@ -35,7 +35,7 @@ FORMAT = 5  # of a checkpoint; a new number when an earlier one would be resumed
 
 def fail(message: str) -> NoReturn:
     """End this process for bad input: one line on stderr, exit code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" and get_rank() == 0:  # the others found the same
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of this machine found the same
         line = " ".join(str(message).split())
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
     raise SystemExit(2)
