@@ -128,8 +128,8 @@ def parting(a: Run, b: Run, limits: Limits, even: list[str], hidden: bool) -> It
     inside = any(run.averages_inside() for run in (a, b))  # then weights tell what gradients do not
     for k in range(min(a.steps, b.steps)):
         changed = list(state("weights", a, b, k, limits))
-        other_mode = list(modes(a, b, k, even))
-        found = [*missing(a, b, k), *settings(a, b, k), *other_mode, *changed]
+        explained = [*missing(a, b, k), *modes(a, b, k, even)]  # other gradients follow from these
+        found = [*explained, *settings(a, b, k), *changed]
         if inside:
             apart = k + 1 < min(a.steps, b.steps) and limits.excess("weights", a, b, k + 1)
         else:
@@ -138,9 +138,9 @@ def parting(a: Run, b: Run, limits: Limits, even: list[str], hidden: bool) -> It
             found += state("buffers", a, b, k, limits)
         elif apart and (k == 0 or not changed):
             why = list(samples(a, b, k))
-            if not (why or changed or other_mode):
+            if not (why or changed or explained):
                 why = list(outputs(a, b, k, limits, even))
-                if not (why or found or hidden or inside):
+                if not (why or hidden or inside):
                     why = list(gradients(a, b, k, limits))
             found += why
         yield from found

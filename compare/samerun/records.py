@@ -204,7 +204,7 @@ def merged(records: list[dict]) -> list[dict]:
         whole["groups"] += step["groups"]
         whole["sharded"] |= step["sharded"]
         for name in MERGED:
-            whole[name] = step[name] | whole[name]  # weights: as they were before both
+            whole[name] |= step[name]
     return steps
 
 

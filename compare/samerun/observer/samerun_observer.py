@@ -284,7 +284,8 @@ class Watcher:
 
     def see_step(self, optimizer):
         self.begin()
-        if id(optimizer) in self.stepped or self.stepped_after != self.backwards:
+        begins = id(optimizer) in self.stepped or self.stepped_after != self.backwards
+        if begins:  # else it is another optimizer of this step
             self.number, self.stepped = self.made, set()
             self.end_if_enough()
         self.optimizer, self.record = optimizer, {}
@@ -302,7 +303,7 @@ class Watcher:
         self.shake_new(mine.values())  # of no network
         gradients = {n: p.grad for n, p in mine.items() if p.grad is not None}
         free = {n: p for n, p in self.parameters.items() if n not in held}
-        weights = dict(self.parameters)  # also those that something else changes
+        weights = self.parameters if begins else {}  # all: something else may change them too
         shapes = {shape for network in self.shapes for shape in network}
         foreign = any(p.shape not in shapes and p.grad is not None for p in mine.values())
         if self.cut or (foreign and any(p.requires_grad for p in free.values())):
@@ -317,7 +318,7 @@ class Watcher:
             "gradients": pack(gradients, unseen),
             "buffers": self.buffers,
             "types": {n: str(p.dtype)[6:] for n, p in self.parameters.items()},
-            "sharded": {n for n, p in weights.items() if hasattr(p, "placements")},
+            "sharded": {n for n, p in self.parameters.items() if hasattr(p, "placements")},
             "group_of": group_of,
             "groups": settings(optimizer),
             "held": sorted(held),
